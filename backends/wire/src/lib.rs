@@ -21,7 +21,6 @@
 #[cfg(unix)]
 mod address;
 mod answer;
-mod batches;
 #[cfg(unix)]
 pub mod bootstrap;
 #[cfg(unix)]
@@ -33,6 +32,7 @@ mod faulty;
 pub mod fuzzed;
 mod key;
 mod memory;
+mod one_sided;
 #[cfg(any(test, feature = "testing"))]
 mod padded;
 #[cfg(unix)]
@@ -45,7 +45,11 @@ mod pipe;
 mod poll;
 mod region;
 #[cfg(unix)]
+mod regions;
+#[cfg(unix)]
 mod security;
+#[cfg(unix)]
+mod service;
 #[cfg(target_os = "linux")]
 mod shm;
 #[cfg(unix)]

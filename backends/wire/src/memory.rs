@@ -1,15 +1,13 @@
 //! The in-process transport.
 
-use crate::batches::Batches;
-use crate::region::range;
+use crate::one_sided::{Carrier, Direction, OneSided, Reach};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, TransferId, Transport};
+use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, Transport};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use std::time::Duration;
 
 const NAME: &str = "memory";
 
@@ -128,11 +126,14 @@ impl Transport for InProcessTransport {
     /// Returns `Unsupported` for a region of another value of this type.
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
         let (address, found) = self.lock().find(self.tag, region)?;
-        let (bounce, batches) = (Vec::new(), Batches::default());
-        let mut way =
-            InProcessEndpoint { local, address, region: found, epoch: region.epoch, bounce, batches };
-        way.copy(&[], Direction::Write)?;
-        Ok(Box::new(way))
+        let granted = *found.grant.read().unwrap_or_else(PoisonError::into_inner);
+        let Some((_, access)) = granted.filter(|(epoch, _)| *epoch == region.epoch) else {
+            return Err(outdated(address, region.epoch));
+        };
+        let reach =
+            Reach { local_bytes: local.size_bytes(), remote_bytes: found.memory.size_bytes(), access };
+        let (epoch, bounce) = (region.epoch, Vec::new());
+        Ok(Box::new(OneSided::new(InProcessLink { local, address, region: found, epoch, reach, bounce })))
     }
 }
 
@@ -141,38 +142,27 @@ fn outdated(address: u64, epoch: u64) -> Error {
     Error::new(ErrorKind::Closed, detail)
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Direction {
-    Write,
-    Read,
-}
-
 /// A connection to one region under one epoch.
-struct InProcessEndpoint {
+struct InProcessLink {
     local: Arc<dyn SharedMemory>,
     address: u64,
     region: Arc<InProcessRegion>,
     epoch: u64,
+    reach: Reach,
     /// Intermediate buffer, so that no lock is held while waiting for the other memory's.
     bounce: Vec<u8>,
-    batches: Batches,
 }
 
-impl InProcessEndpoint {
-    /// Copies all pieces or none: they are all checked before the first one moves.
-    fn copy(&mut self, pieces: &[Piece], direction: Direction) -> Result<()> {
+impl Carrier for InProcessLink {
+    fn reach(&self) -> Reach {
+        self.reach
+    }
+
+    fn begin(&mut self, _batch: u64, pieces: &[Piece], direction: Direction) -> Result<u64> {
         let grant = self.region.grant.read().unwrap_or_else(PoisonError::into_inner);
-        let Some((_, access)) = grant.filter(|(epoch, _)| *epoch == self.epoch) else {
+        if grant.filter(|(epoch, _)| *epoch == self.epoch).is_none() {
             return Err(outdated(self.address, self.epoch));
-        };
-        let allowed = if direction == Direction::Write { access.may_write() } else { access.may_read() };
-        if !allowed && !pieces.is_empty() {
-            return Err(Error::invalid(format!(
-                "region '{NAME}:{}' was registered for {access:?}",
-                self.address
-            )));
         }
-        check(pieces, self.local.size_bytes(), self.region.memory.size_bytes())?;
         let (here, there) = (&*self.local, &*self.region.memory);
         for piece in pieces {
             for at in (0..piece.bytes).step_by(to_usize(BOUNCE_BYTES)) {
@@ -190,43 +180,7 @@ impl InProcessEndpoint {
                 }
             }
         }
-        Ok(())
-    }
-
-    fn batch(&mut self, pieces: &[Piece], direction: Direction) -> Result<TransferId> {
-        self.copy(pieces, direction)?;
-        Ok(self.batches.done())
-    }
-}
-
-/// Checks that every piece lies in both memories, of `here` and `there` bytes.
-///
-/// # Errors
-/// `Invalid` for the first piece that does not.
-pub(crate) fn check(pieces: &[Piece], here: u64, there: u64) -> Result<()> {
-    for piece in pieces {
-        range(piece.local, piece.bytes, here).map_err(|e| e.context("this end"))?;
-        range(piece.remote, piece.bytes, there).map_err(|e| e.context("the peer's end"))?;
-    }
-    Ok(())
-}
-
-impl Endpoint for InProcessEndpoint {
-    fn write(&mut self, pieces: &[Piece]) -> Result<TransferId> {
-        self.batch(pieces, Direction::Write)
-    }
-
-    fn read(&mut self, pieces: &[Piece]) -> Result<TransferId> {
-        self.batch(pieces, Direction::Read)
-    }
-
-    fn wait(&mut self, transfer: TransferId, _timeout: Duration) -> Result<()> {
-        self.batches.wait(transfer)
-    }
-
-    fn cancel(&mut self, transfer: TransferId) -> Result<()> {
-        self.batches.cancel(transfer);
-        Ok(())
+        Ok(0)
     }
 }
 

@@ -3,11 +3,10 @@
 use super::control::CopyFlags;
 use super::hello::{ShmHello, is_sealed, receive_answer};
 use super::{Address, socket_address};
-use crate::batches::Batches;
-use crate::memory::check;
+use crate::one_sided::{Carrier, Direction, OneSided, Reach};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Descriptor, Endpoint, Piece, RemoteAccess, TransferId};
+use mixfleet_hal::transport::{Descriptor, Piece, RemoteAccess};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::fs::File;
 use std::io::Write;
@@ -24,12 +23,10 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 pub(super) struct ShmMapping {
     local: Arc<dyn SharedMemory>,
     pages: Pages,
-    bytes: u64,
-    access: RemoteAccess,
+    reach: Reach,
     control: CopyFlags,
     /// Stays open as long as the owner lives.
     socket: UnixStream,
-    batches: Batches,
 }
 
 /// The peer's memory; pages granted for reading are mapped read-only.
@@ -38,18 +35,16 @@ enum Pages {
     Read(memmap2::MmapRaw),
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Direction {
-    Write,
-    Read,
-}
-
 fn closed(detail: String) -> Error {
     Error::new(ErrorKind::Closed, detail)
 }
 
 impl ShmMapping {
-    pub(super) fn open(local: Arc<dyn SharedMemory>, address: &Address, region: &Descriptor) -> Result<Self> {
+    pub(super) fn open(
+        local: Arc<dyn SharedMemory>,
+        address: &Address,
+        region: &Descriptor,
+    ) -> Result<OneSided<Self>> {
         let gone = |error| closed(format!("the owner of {region:?} does not answer: {error}"));
         let mut socket = UnixStream::connect_addr(&socket_address(&address.socket)?).map_err(gone)?;
         socket.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(gone)?;
@@ -66,53 +61,12 @@ impl ShmMapping {
             |error| Error::new(ErrorKind::OutOfMemory, format!("map {} bytes: {error}", region.bytes));
         let control = CopyFlags::open(&control).map_err(refused)?;
         let pages = Pages::map(&pages, region.bytes, access).map_err(refused)?;
-        Ok(ShmMapping {
-            local,
-            pages,
-            bytes: region.bytes,
-            access,
-            control,
-            socket,
-            batches: Batches::default(),
-        })
+        let reach = Reach { local_bytes: local.size_bytes(), remote_bytes: region.bytes, access };
+        Ok(OneSided::new(ShmMapping { local, pages, reach, control, socket }))
     }
 
     fn over(&self) -> Error {
         closed("the region is no longer registered".into())
-    }
-
-    /// Checks that the owner's process is alive; its pages outlive it, but nobody reads them.
-    fn check_owner(&self) -> Result<()> {
-        let mut byte = 0u8;
-        let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
-        // SAFETY: an open socket and a place of one byte.
-        let received = unsafe { libc::recv(self.socket.as_raw_fd(), (&raw mut byte).cast(), 1, flags) };
-        let silent = received < 0 && std::io::Error::last_os_error().kind() == std::io::ErrorKind::WouldBlock;
-        if silent { Ok(()) } else { Err(closed("the owner's process has ended".into())) }
-    }
-
-    fn batch(&mut self, pieces: &[Piece], direction: Direction) -> Result<TransferId> {
-        if self.control.is_over() {
-            return Err(self.over());
-        }
-        self.check_owner()?;
-        let allowed =
-            if direction == Direction::Write { self.access.may_write() } else { self.access.may_read() };
-        if !allowed && !pieces.is_empty() {
-            return Err(Error::invalid(format!("the region was registered for {:?}", self.access)));
-        }
-        check(pieces, self.local.size_bytes(), self.bytes)?;
-        for piece in pieces {
-            for at in (0..piece.bytes).step_by(to_usize(CHUNK_BYTES)) {
-                let bytes = CHUNK_BYTES.min(piece.bytes - at);
-                self.copy(Piece { local: piece.local + at, remote: piece.remote + at, bytes }, direction)?;
-            }
-        }
-        // data read after the revocation may belong to somebody else
-        if self.control.is_over() {
-            return Err(self.over());
-        }
-        Ok(self.batches.done())
     }
 
     /// Copies one piece, which lies in both memories.
@@ -157,21 +111,32 @@ impl Pages {
     }
 }
 
-impl Endpoint for ShmMapping {
-    fn write(&mut self, pieces: &[Piece]) -> Result<TransferId> {
-        self.batch(pieces, Direction::Write)
+impl Carrier for ShmMapping {
+    fn reach(&self) -> Reach {
+        self.reach
     }
 
-    fn read(&mut self, pieces: &[Piece]) -> Result<TransferId> {
-        self.batch(pieces, Direction::Read)
+    /// The pages outlive the owner's process, but nobody reads them then.
+    fn check_peer(&mut self) -> Result<()> {
+        if self.control.is_over() {
+            return Err(self.over());
+        }
+        let mut byte = 0u8;
+        let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+        // SAFETY: an open socket and a place of one byte.
+        let received = unsafe { libc::recv(self.socket.as_raw_fd(), (&raw mut byte).cast(), 1, flags) };
+        let silent = received < 0 && std::io::Error::last_os_error().kind() == std::io::ErrorKind::WouldBlock;
+        if silent { Ok(()) } else { Err(closed("the owner's process has ended".into())) }
     }
 
-    fn wait(&mut self, transfer: TransferId, _timeout: Duration) -> Result<()> {
-        self.batches.wait(transfer)
-    }
-
-    fn cancel(&mut self, transfer: TransferId) -> Result<()> {
-        self.batches.cancel(transfer);
-        Ok(())
+    fn begin(&mut self, _batch: u64, pieces: &[Piece], direction: Direction) -> Result<u64> {
+        for piece in pieces {
+            for at in (0..piece.bytes).step_by(to_usize(CHUNK_BYTES)) {
+                let bytes = CHUNK_BYTES.min(piece.bytes - at);
+                self.copy(Piece { local: piece.local + at, remote: piece.remote + at, bytes }, direction)?;
+            }
+        }
+        // data read after the revocation may belong to somebody else
+        if self.control.is_over() { Err(self.over()) } else { Ok(0) }
     }
 }

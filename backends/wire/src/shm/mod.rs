@@ -26,7 +26,6 @@ use server::{ShmRegion, ShmServer};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 const NAME: &str = "shm";
 
@@ -40,7 +39,6 @@ const NAME: &str = "shm";
 pub struct Shm {
     server: ShmServer,
     host: String,
-    next_epoch: AtomicU64,
 }
 
 impl Shm {
@@ -49,9 +47,7 @@ impl Shm {
     /// # Errors
     /// `Unsupported` if the system lacks a required feature; `Other` for any other failure.
     pub fn new() -> Result<Self> {
-        let epoch =
-            u64::from_le_bytes(RegionKey::random()?.0[..8].try_into().expect("eight of sixteen bytes"));
-        Ok(Shm { server: ShmServer::start()?, host: host()?, next_epoch: AtomicU64::new(epoch) })
+        Ok(Shm { server: ShmServer::start()?, host: host()? })
     }
 }
 
@@ -111,15 +107,14 @@ impl Transport for Shm {
                 "memory whose file can be cut is not shared: seal its length (F_SEAL_SHRINK)",
             ));
         }
-        let key = RegionKey::random()?;
-        let epoch = self.next_epoch.fetch_add(1, Ordering::Relaxed);
-        self.server.add(key, ShmRegion::new(memory, access, epoch))?;
-        let address = Address { host: self.host.clone(), socket: self.server.name().into(), key };
+        let region = || Ok(ShmRegion::new(memory.clone(), access));
+        let (key, epoch) = self.server.regions.add(&memory, region)?;
+        let address = Address { host: self.host.clone(), socket: self.server.name.clone(), key };
         Ok(Descriptor { transport: NAME.into(), address: address.encode(), epoch, bytes })
     }
 
     fn deregister(&self, region: &Descriptor) -> Result<()> {
-        self.server.remove(Address::decode(region)?.key, region.epoch)
+        self.server.regions.remove(Address::decode(region)?.key, region.epoch)
     }
 
     /// Returns `Unsupported` for a region on another host.

@@ -6,10 +6,11 @@ use super::socket_address;
 use crate::answer::GrantStatus;
 use crate::key::RegionKey;
 use crate::poll;
+use crate::regions::{FencedRegion, Regions};
+use crate::service::ServiceThread;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::RemoteAccess;
 use mixfleet_hal::{Error, ErrorKind, Result};
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::AsRawFd;
@@ -31,7 +32,6 @@ const COPY_TIMEOUT: Duration = Duration::from_millis(100);
 pub(super) struct ShmRegion {
     memory: Arc<dyn SharedMemory>,
     access: RemoteAccess,
-    epoch: u64,
     peers: Mutex<Peers>,
 }
 
@@ -59,39 +59,12 @@ impl Peer {
 }
 
 impl ShmRegion {
-    pub(super) fn new(memory: Arc<dyn SharedMemory>, access: RemoteAccess, epoch: u64) -> Self {
-        ShmRegion { memory, access, epoch, peers: Mutex::default() }
+    pub(super) fn new(memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Self {
+        ShmRegion { memory, access, peers: Mutex::default() }
     }
 
     fn peers(&self) -> MutexGuard<'_, Peers> {
         self.peers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Revokes every grant, and returns when no peer can write any more.
-    fn fence(&self) -> Result<()> {
-        let mut peers = self.peers();
-        peers.revoked = true;
-        peers.list.iter().for_each(|peer| peer.control.revoke());
-        let start = Instant::now();
-        let mut stuck = peers.list.clone();
-        loop {
-            stuck.retain(|peer| peer.control.is_copying() && !peer.is_gone());
-            if stuck.is_empty() || start.elapsed() > COPY_TIMEOUT {
-                break;
-            }
-            std::thread::yield_now();
-        }
-        if !stuck.is_empty() && self.access.may_write() {
-            crate::pinned::renew(&*self.memory).map_err(|error| {
-                let detail = format!(
-                    "a peer is stopped in the middle of a copy, and its pages cannot be replaced ({error}): \
-                     leave this memory unused, end that process, or try again"
-                );
-                Error::new(ErrorKind::Timeout, detail)
-            })?;
-        }
-        peers.list.clear();
-        Ok(())
     }
 
     /// Creates the files for a new peer: the region and its control page.
@@ -121,25 +94,50 @@ impl ShmRegion {
     }
 }
 
+impl FencedRegion for ShmRegion {
+    fn is_of(&self, memory: &Arc<dyn SharedMemory>) -> bool {
+        std::ptr::addr_eq(Arc::as_ptr(&self.memory), Arc::as_ptr(memory))
+    }
+
+    /// Revokes every grant, and returns when no peer can write any more.
+    fn fence(&self) -> Result<()> {
+        let mut peers = self.peers();
+        peers.revoked = true;
+        peers.list.iter().for_each(|peer| peer.control.revoke());
+        let start = Instant::now();
+        let mut stuck = peers.list.clone();
+        loop {
+            stuck.retain(|peer| peer.control.is_copying() && !peer.is_gone());
+            if stuck.is_empty() || start.elapsed() > COPY_TIMEOUT {
+                break;
+            }
+            std::thread::yield_now();
+        }
+        if !stuck.is_empty() && self.access.may_write() {
+            crate::pinned::renew(&*self.memory).map_err(|error| {
+                let detail = format!(
+                    "a peer is stopped in the middle of a copy, and its pages cannot be replaced ({error}): \
+                     leave this memory unused, end that process, or try again"
+                );
+                Error::new(ErrorKind::Timeout, detail)
+            })?;
+        }
+        peers.list.clear();
+        Ok(())
+    }
+}
+
 /// Tells a peer why it was refused; it may have disconnected already.
 fn refuse(socket: &UnixStream, answer: GrantStatus) -> GrantStatus {
     let _ = send_answer(socket, answer, &[]);
     answer
 }
 
-type Regions = Mutex<BTreeMap<RegionKey, Arc<ShmRegion>>>;
-
 /// The thread, the name of its socket, and the regions it serves.
 pub(super) struct ShmServer {
-    name: String,
-    regions: Arc<Regions>,
-    /// Wakes the thread; closing it ends the thread.
-    wake: Option<UnixStream>,
-    thread: Option<std::thread::JoinHandle<()>>,
-}
-
-fn lock(regions: &Regions) -> MutexGuard<'_, BTreeMap<RegionKey, Arc<ShmRegion>>> {
-    regions.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) name: String,
+    pub(super) regions: Arc<Regions<ShmRegion>>,
+    thread: Option<ServiceThread>,
 }
 
 impl ShmServer {
@@ -148,55 +146,19 @@ impl ShmServer {
         let name = format!("mixfleet-{}", RegionKey::random()?.to_hex());
         let listener = UnixListener::bind_addr(&socket_address(&name)?).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
-        let (wake, woken) = UnixStream::pair().map_err(failed)?;
-        let regions = Arc::new(Regions::default());
-        let mut server = ServerThread { listener, woken, regions: regions.clone(), pending: Vec::new() };
-        let thread =
-            std::thread::Builder::new().name("shm".into()).spawn(move || server.serve()).map_err(failed)?;
-        Ok(ShmServer { name, regions, wake: Some(wake), thread: Some(thread) })
-    }
-
-    pub(super) fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Serves `region` from now on, and stops serving the same memory under older keys.
-    pub(super) fn add(&self, key: RegionKey, region: ShmRegion) -> Result<()> {
-        let mut regions = lock(&self.regions);
-        let same =
-            |other: &ShmRegion| std::ptr::addr_eq(Arc::as_ptr(&other.memory), Arc::as_ptr(&region.memory));
-        let older = regions.iter().find(|(_, other)| same(other)).map(|(&key, other)| (key, other.clone()));
-        if let Some((key, other)) = older {
-            other.fence()?;
-            regions.remove(&key);
-        }
-        regions.insert(key, Arc::new(region));
-        Ok(())
-    }
-
-    /// Stops serving a region.
-    pub(super) fn remove(&self, key: RegionKey, epoch: u64) -> Result<()> {
-        let mut regions = lock(&self.regions);
-        let Some(region) = regions.get(&key).filter(|region| region.epoch == epoch) else {
-            let detail = format!("no region is registered under this key and epoch {epoch}");
-            return Err(Error::new(ErrorKind::Closed, detail));
-        };
-        region.fence()?;
-        regions.remove(&key);
-        Ok(())
+        let regions = Arc::new(Regions::new()?);
+        let served = regions.clone();
+        let serve =
+            move |woken| ServerThread { listener, woken, regions: served, pending: Vec::new() }.serve();
+        let thread = ServiceThread::spawn("shm", serve).map_err(failed)?;
+        Ok(ShmServer { name, regions, thread: Some(thread) })
     }
 }
 
 impl Drop for ShmServer {
     fn drop(&mut self) {
-        self.wake = None;
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-        for region in lock(&self.regions).values() {
-            // a stopped peer keeps the pages; the memory's owner was told to deregister first
-            let _ = region.fence();
-        }
+        self.thread = None;
+        self.regions.end();
     }
 }
 
@@ -204,7 +166,7 @@ impl Drop for ShmServer {
 struct ServerThread {
     listener: UnixListener,
     woken: UnixStream,
-    regions: Arc<Regions>,
+    regions: Arc<Regions<ShmRegion>>,
     pending: Vec<PendingSocket>,
 }
 
@@ -238,7 +200,7 @@ impl ServerThread {
     /// Drops peers that are gone, over all regions, and returns the others.
     fn drop_gone_peers(&self) -> Vec<Arc<Peer>> {
         let mut all = Vec::new();
-        for region in lock(&self.regions).values() {
+        for region in self.regions.all() {
             let mut peers = region.peers();
             peers.list.retain(|peer| !peer.is_gone());
             all.extend(peers.list.iter().cloned());
@@ -289,11 +251,10 @@ impl ServerThread {
             refuse(&socket, GrantStatus::Version);
             return;
         };
-        let region = lock(&self.regions).get(&hello.key).cloned();
-        match region.filter(|region| region.epoch == hello.epoch) {
+        match self.regions.find(hello.key, hello.epoch) {
             // a refusal was sent
-            Some(region) => drop(region.grant(socket)),
-            None => drop(refuse(&socket, GrantStatus::Unknown)),
+            Ok(region) => drop(region.grant(socket)),
+            Err(_) => drop(refuse(&socket, GrantStatus::Unknown)),
         }
     }
 }

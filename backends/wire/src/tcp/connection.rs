@@ -2,21 +2,20 @@
 
 use super::inbox::Inbox;
 use super::parts::Parts;
-use super::protocol::{Head, PAYLOAD_BYTES_MAX, RANGES_MAX, Range, TcpHello, Verb, Welcome};
+use super::protocol::{Head, PAYLOAD_BYTES_MAX, RANGES_MAX, Range, TcpHello, Welcome};
 use super::serve::say;
 use super::stream::{Frame, FrameStream};
 use super::{Address, TcpConfig};
 use crate::answer::GrantStatus;
-use crate::batches::not_open;
-use crate::memory::check;
+use crate::one_sided::{Batches, Carrier, Direction, OneSided, Reach};
 use crate::pinned::PinnedRange;
 use crate::poll;
 use crate::stream::SecureStream;
 use mixfleet_hal::cast::to_u16;
 use mixfleet_hal::memory::SharedMemory;
-use mixfleet_hal::transport::{Descriptor, Piece, RemoteAccess, TransferId};
+use mixfleet_hal::transport::{Descriptor, Piece, RemoteAccess};
 use mixfleet_hal::{Error, ErrorKind, Result};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -27,16 +26,11 @@ pub(super) struct TcpConnection {
     /// Dropped before `local`, which the streams hold addresses of.
     streams: Vec<FrameStream>,
     queue: VecDeque<Frame>,
-    /// For each batch neither waited for nor cancelled: the number of frames that have not landed.
-    open: BTreeMap<u64, u64>,
-    next: u64,
-    broken: Option<Error>,
     /// Whether the background thread is waiting for the streams.
     watched: bool,
     nowhere: Vec<u8>,
     frame_bytes_max: u64,
-    bytes: u64,
-    access: RemoteAccess,
+    reach: Reach,
     local: PinnedRange,
 }
 
@@ -50,7 +44,7 @@ impl TcpConnection {
         config: &TcpConfig,
         address: &Address,
         region: &Descriptor,
-    ) -> Result<Self> {
+    ) -> Result<OneSided<Self>> {
         let local = PinnedRange::new(local)?;
         for socket in &address.sockets {
             config.security.check(socket)?;
@@ -61,46 +55,19 @@ impl TcpConnection {
         for number in 1..config.streams {
             streams.push(open_stream(config, &[reached], address, region, number)?.0.0);
         }
-        Ok(TcpConnection {
+        Ok(OneSided::new(TcpConnection {
             streams,
             queue: VecDeque::new(),
-            open: BTreeMap::new(),
-            next: 0,
-            broken: None,
             watched: false,
             nowhere: Vec::new(),
             frame_bytes_max: config.frame_bytes_max.min(PAYLOAD_BYTES_MAX),
-            bytes: region.bytes,
-            access,
+            reach: Reach { local_bytes: local.bytes(), remote_bytes: region.bytes, access },
             local,
-        })
+        }))
     }
 
-    /// Starts a batch and sends as much of it as the streams accept.
-    pub(super) fn begin(&mut self, pieces: &[Piece], verb: Verb) -> Result<TransferId> {
-        self.look()?;
-        let allowed = match verb {
-            Verb::Write => self.access.may_write(),
-            Verb::Read => self.access.may_read(),
-        };
-        if !allowed && !pieces.is_empty() {
-            return Err(Error::invalid(format!("the region was registered for {:?}", self.access)));
-        }
-        check(pieces, self.local.bytes(), self.bytes)?;
-        let batch = self.next;
-        self.next += 1;
-        let frames = cut(pieces, self.frame_bytes_max);
-        self.open.insert(batch, frames.len() as u64);
-        for pieces in frames {
-            let frame = self.frame(batch, verb, &pieces)?;
-            self.queue.push_back(frame);
-        }
-        self.send()?;
-        Ok(TransferId(batch))
-    }
-
-    fn frame(&self, batch: u64, verb: Verb, pieces: &[Piece]) -> Result<Frame> {
-        let head = Head { verb, ranges: to_u16(pieces.len()), frame: 0 };
+    fn frame(&self, batch: u64, direction: Direction, pieces: &[Piece]) -> Result<Frame> {
+        let head = Head { direction, ranges: to_u16(pieces.len()), frame: 0 };
         let mut words = Vec::with_capacity(Head::BYTES + pieces.len() * Range::BYTES);
         words.extend(head.encode());
         let mut parts = Parts::default();
@@ -108,24 +75,11 @@ impl TcpConnection {
             words.extend(Range { offset: piece.remote, bytes: piece.bytes }.encode());
             parts.push(self.local.address(piece.local, piece.bytes)?, piece.bytes);
         }
-        let (payload, into) = match verb {
-            Verb::Write => (parts, Parts::default()),
-            Verb::Read => (Parts::default(), parts),
+        let (payload, into) = match direction {
+            Direction::Write => (parts, Parts::default()),
+            Direction::Read => (Parts::default(), parts),
         };
         Ok(Frame { batch, words, payload, into })
-    }
-
-    pub(super) fn is_broken(&self) -> bool {
-        self.broken.is_some()
-    }
-
-    /// Breaks the connection with an error that every later call repeats.
-    pub(super) fn broke(&mut self, error: &io::Error) -> Error {
-        let error = closed(format!("the connection to the region has closed: {error}"));
-        self.broken = Some(error.clone());
-        self.streams.clear();
-        self.queue.clear();
-        error
     }
 
     /// Sends as much as the streams accept, one frame on each in turn.
@@ -135,7 +89,7 @@ impl TcpConnection {
             for at in 0..self.streams.len() {
                 match self.streams[at].send_one(&mut self.queue) {
                     Ok(more) => moved |= more,
-                    Err(error) => return Err(self.broke(&error)),
+                    Err(error) => return Err(has_closed(&error)),
                 }
             }
             if !moved {
@@ -170,70 +124,58 @@ impl TcpConnection {
         self.goes_on() && (!self.watched || self.streams.iter().any(FrameStream::is_unwatched))
     }
 
-    /// Moves whatever can be moved without waiting.
-    pub(super) fn look(&mut self) -> Result<()> {
-        let mut entries = self.entries();
-        if let Err(error) = poll::wait(&mut entries, Some(Duration::ZERO)) {
-            return Err(self.broke(&error));
-        }
-        self.moved(&entries)
-    }
-
     /// Handles the events in `entries`, which may be out of date; there is just less to move then.
-    pub(super) fn moved(&mut self, entries: &[libc::pollfd]) -> Result<()> {
-        if let Some(error) = &self.broken {
-            return Err(error.clone());
-        }
-        for (at, entry) in entries.iter().enumerate() {
+    pub(super) fn moved(&mut self, entries: &[libc::pollfd], batches: &mut Batches) -> Result<()> {
+        for (stream, entry) in self.streams.iter_mut().zip(entries) {
             if entry.revents & libc::POLLOUT != 0 {
-                self.streams[at].has_room();
+                stream.has_room();
             }
             if entry.revents & !libc::POLLOUT != 0 {
-                let open = &mut self.open;
-                let mut landed = |batch| {
-                    if let Some(left) = open.get_mut(&batch) {
-                        *left -= 1;
-                    }
-                };
-                if let Err(error) = self.streams[at].receive(&mut landed) {
-                    return Err(self.broke(&error));
-                }
+                stream.receive(&mut |batch| batches.landed(batch, 1)).map_err(|error| has_closed(&error))?;
             }
         }
         self.send()
     }
+}
 
-    /// Whether the outcome of a batch is available.
-    pub(super) fn is_over(&self, transfer: TransferId) -> bool {
-        self.broken.is_some() || self.open.get(&transfer.0).is_none_or(|&left| left == 0)
+/// The error that breaks a connection.
+pub(super) fn has_closed(error: &io::Error) -> Error {
+    closed(format!("the connection to the region has closed: {error}"))
+}
+
+impl Carrier for TcpConnection {
+    fn reach(&self) -> Reach {
+        self.reach
     }
 
-    /// Takes the outcome of a batch that completed, failed or is unknown; `None` while it is in flight.
-    pub(super) fn take_outcome(&mut self, transfer: TransferId) -> Option<Result<()>> {
-        if !self.is_over(transfer) {
-            return None;
+    /// Sends as much of the batch as the streams accept.
+    fn begin(&mut self, batch: u64, pieces: &[Piece], direction: Direction) -> Result<u64> {
+        let frames = cut(pieces, self.frame_bytes_max);
+        for pieces in &frames {
+            let frame = self.frame(batch, direction, pieces)?;
+            self.queue.push_back(frame);
         }
-        Some(match (self.open.remove(&transfer.0), &self.broken) {
-            (None, _) => Err(not_open(transfer, self.next)),
-            // what landed before the connection broke has landed
-            (Some(0), _) | (Some(_), None) => Ok(()),
-            (Some(_), Some(error)) => Err(error.clone()),
-        })
+        self.send()?;
+        Ok(frames.len() as u64)
     }
 
-    /// Cancels a batch: frames that have not started are not sent, and read data that still arrives is
-    /// discarded.
-    pub(super) fn give_up(&mut self, transfer: TransferId) -> Result<()> {
-        if self.open.remove(&transfer.0).is_some() {
-            self.queue.retain(|frame| frame.batch != transfer.0);
-            for stream in &mut self.streams {
-                stream.discard(transfer.0, &mut self.nowhere);
-            }
+    fn progress(&mut self, batches: &mut Batches) -> Result<()> {
+        let mut entries = self.entries();
+        poll::wait(&mut entries, Some(Duration::ZERO)).map_err(|error| has_closed(&error))?;
+        self.moved(&entries, batches)
+    }
+
+    /// Read data that still arrives goes nowhere.
+    fn discard(&mut self, batch: u64) {
+        self.queue.retain(|frame| frame.batch != batch);
+        for stream in &mut self.streams {
+            stream.discard(batch, &mut self.nowhere);
         }
-        match &self.broken {
-            Some(error) => Err(error.clone()),
-            None => Ok(()),
-        }
+    }
+
+    fn close(&mut self) {
+        self.streams.clear();
+        self.queue.clear();
     }
 }
 

@@ -4,28 +4,27 @@
 //! thread has to be woken for that. While the user does something else with bytes left to move, a thread
 //! waits for the streams and moves the rest.
 
-use super::connection::TcpConnection;
-use super::protocol::Verb;
+use super::connection::{TcpConnection, has_closed};
+use crate::one_sided::{Direction, OneSided, in_flight};
 use crate::poll::{self, Patience};
+use crate::service::ServiceThread;
 use mixfleet_hal::transport::{Endpoint, Piece, TransferId};
 use mixfleet_hal::{Error, ErrorKind, Result};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// The user's end of a background-driven connection.
 pub(super) struct Driven {
     shared: Arc<Mutex<State>>,
-    /// A byte makes the thread re-examine the streams; closing it ends the thread.
-    wake: Option<UnixStream>,
-    thread: Option<JoinHandle<()>>,
+    /// Re-examines the streams when it is woken.
+    thread: ServiceThread,
     patience: Patience,
 }
 
 struct State {
-    way: TcpConnection,
+    way: OneSided<TcpConnection>,
     /// The user is waiting for the streams. The thread moves nothing then, since what it took would not wake
     /// the user.
     user_waits: bool,
@@ -40,34 +39,30 @@ impl Driven {
     ///
     /// # Errors
     /// `OutOfMemory` if no thread or descriptor is left for it.
-    pub(super) fn start(way: TcpConnection) -> Result<Self> {
+    pub(super) fn start(way: OneSided<TcpConnection>) -> Result<Self> {
         let failed = |error: io::Error| {
             Error::new(ErrorKind::OutOfMemory, format!("a thread for a TCP connection: {error}"))
         };
-        let (wake, woken) = UnixStream::pair().map_err(failed)?;
-        wake.set_nonblocking(true).map_err(failed)?;
         let shared = Arc::new(Mutex::new(State { way, user_waits: false }));
         let driven = shared.clone();
-        let thread = std::thread::Builder::new()
-            .name("tcp-connection".into())
-            .spawn(move || drive(&driven, woken))
-            .map_err(failed)?;
-        Ok(Driven { shared, wake: Some(wake), thread: Some(thread), patience: Patience::new() })
+        let thread =
+            ServiceThread::spawn("tcp-connection", move |woken| drive(&driven, woken)).map_err(failed)?;
+        Ok(Driven { shared, thread, patience: Patience::new() })
     }
 
-    fn begin(&mut self, pieces: &[Piece], verb: Verb) -> Result<TransferId> {
+    fn begin(&mut self, pieces: &[Piece], direction: Direction) -> Result<TransferId> {
         let mut state = lock(&self.shared);
-        let begun = state.way.begin(pieces, verb);
+        let begun = state.way.start(pieces, direction);
         self.leave(state);
         begun
     }
 
-    /// Hands the remaining work to the thread. A full pipe is fine, since the thread is about to wake anyway.
+    /// Hands the remaining work to the thread.
     fn leave(&self, state: MutexGuard<'_, State>) {
-        let needed = state.way.is_unwatched();
+        let needed = state.way.carrier.is_unwatched();
         drop(state);
-        if let (true, Some(mut wake)) = (needed, self.wake.as_ref()) {
-            let _ = wake.write(&[0]);
+        if needed {
+            self.thread.wake();
         }
     }
 }
@@ -83,7 +78,7 @@ fn drive(shared: &Mutex<State>, mut woken: UnixStream) {
                 return;
             }
             let user_waits = state.user_waits;
-            entries.extend(state.way.watched(!user_waits));
+            entries.extend(state.way.carrier.watched(!user_waits));
         }
         // a connection that breaks here closes its sockets; the stale descriptors are harmless, as the next
         // check ends the loop
@@ -101,38 +96,36 @@ fn drive(shared: &Mutex<State>, mut woken: UnixStream) {
 impl State {
     /// Handles the events in `entries`, and keeps any error for the user.
     fn moved(&mut self, polled: io::Result<()>, entries: &[libc::pollfd]) {
-        let _ = match polled {
-            Ok(()) => self.way.moved(entries),
-            Err(error) => Err(self.way.broke(&error)),
-        };
+        let _ = self.way.drive(|way, batches| match polled {
+            Ok(()) => way.moved(entries, batches),
+            Err(error) => Err(has_closed(&error)),
+        });
     }
 }
 
 impl Endpoint for Driven {
     fn write(&mut self, pieces: &[Piece]) -> Result<TransferId> {
-        self.begin(pieces, Verb::Write)
+        self.begin(pieces, Direction::Write)
     }
 
     fn read(&mut self, pieces: &[Piece]) -> Result<TransferId> {
-        self.begin(pieces, Verb::Read)
+        self.begin(pieces, Direction::Read)
     }
 
     fn wait(&mut self, transfer: TransferId, timeout: Duration) -> Result<()> {
         // a timeout too long to add means forever
         let deadline = Instant::now().checked_add(timeout);
         let mut state = lock(&self.shared);
-        // an error shows up in the outcome
-        let _ = state.way.look();
+        state.way.progress();
         let outcome = loop {
             if let Some(outcome) = state.way.take_outcome(transfer) {
                 break outcome;
             }
             let left = deadline.map(|end| end.saturating_duration_since(Instant::now()));
             if timeout.is_zero() || left.is_some_and(|left| left.is_zero()) {
-                let detail = format!("transfer {} is still in flight after {timeout:?}", transfer.0);
-                break Err(Error::new(ErrorKind::Timeout, detail));
+                break Err(in_flight(transfer, timeout));
             }
-            let mut entries = state.way.entries();
+            let mut entries = state.way.carrier.entries();
             state.user_waits = true;
             drop(state);
             let polled = self.patience.wait(&mut entries, left);
@@ -145,16 +138,7 @@ impl Endpoint for Driven {
     }
 
     fn cancel(&mut self, transfer: TransferId) -> Result<()> {
-        lock(&self.shared).way.give_up(transfer)
-    }
-}
-
-impl Drop for Driven {
-    fn drop(&mut self) {
-        self.wake = None;
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        lock(&self.shared).way.abandon(transfer)
     }
 }
 
@@ -193,7 +177,7 @@ mod tests {
         let (_tcp, mut way) = way(&here, &there);
         for read in [false, true] {
             let transfer = if read { way.read(&first(1000)) } else { way.write(&first(1000)) }.unwrap();
-            assert!(!lock(&way.shared).way.is_unwatched());
+            assert!(!lock(&way.shared).way.carrier.is_unwatched());
             way.wait(transfer, LONG).unwrap();
         }
     }

@@ -1,9 +1,10 @@
 //! Tests against peers that violate the protocol.
 
-use super::protocol::{Done, Head, RANGES_MAX, Range, TcpHello, Verb, Welcome};
+use super::protocol::{Done, Head, RANGES_MAX, Range, TcpHello, Welcome};
 use super::{Address, Tcp, TcpConfig};
 use crate::HostRegion;
 use crate::answer::GrantStatus;
+use crate::one_sided::Direction;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Descriptor, Piece, RemoteAccess, Transport};
 use std::io::{Read, Write};
@@ -33,8 +34,8 @@ fn greet(tcp: &Tcp, words: &[u8]) -> (TcpStream, Option<GrantStatus>) {
     (socket, GrantStatus::decode(Welcome::decode(&answer).answer))
 }
 
-fn frame(verb: Verb, ranges: &[Range]) -> Vec<u8> {
-    let mut words = Head { verb, ranges: ranges.len() as u16, frame: 0 }.encode().to_vec();
+fn frame(direction: Direction, ranges: &[Range]) -> Vec<u8> {
+    let mut words = Head { direction, ranges: ranges.len() as u16, frame: 0 }.encode().to_vec();
     words.extend(ranges.iter().flat_map(Range::encode));
     words
 }
@@ -69,7 +70,7 @@ fn a_wrong_hello_is_told_why_and_closed() {
     ];
     for (mut words, expected) in wrong.map(|(words, expected)| (words.to_vec(), expected)) {
         // followed at once by a write that would be valid
-        words.extend(frame(Verb::Write, &[Range { offset: 0, bytes: 1 }]));
+        words.extend(frame(Direction::Write, &[Range { offset: 0, bytes: 1 }]));
         words.push(9);
         let (socket, answer) = greet(&tcp, &words);
         assert_eq!((answer, rest(socket)), (Some(expected), vec![]));
@@ -82,12 +83,12 @@ fn frames_that_reach_too_far_are_refused_before_anything_is_written() {
     let (tcp, memory, descriptor) = owner(RemoteAccess::ReadWrite);
     let good = Range { offset: 0, bytes: 8 };
     let mut wrong = Vec::new();
-    for verb in [Verb::Write, Verb::Read] {
+    for direction in [Direction::Write, Direction::Read] {
         for (offset, bytes) in [(BYTES - 1, 2), (BYTES + 1, 0), (u64::MAX, 2), (0, u64::MAX)] {
-            wrong.push(frame(verb, &[good, Range { offset, bytes }]));
+            wrong.push(frame(direction, &[good, Range { offset, bytes }]));
         }
     }
-    let too_many = Head { verb: Verb::Write, ranges: RANGES_MAX as u16, frame: 0 }.encode();
+    let too_many = Head { direction: Direction::Write, ranges: RANGES_MAX as u16, frame: 0 }.encode();
     wrong.push([&too_many[..2], &(RANGES_MAX as u16 + 1).to_le_bytes(), &too_many[4..]].concat());
     wrong.push([7; Head::BYTES].to_vec());
     for mut words in wrong {
@@ -104,10 +105,12 @@ fn frames_that_reach_too_far_are_refused_before_anything_is_written() {
 
 #[test]
 fn what_was_not_granted_is_refused() {
-    for (access, verb) in [(RemoteAccess::Read, Verb::Write), (RemoteAccess::Write, Verb::Read)] {
+    for (access, direction) in
+        [(RemoteAccess::Read, Direction::Write), (RemoteAccess::Write, Direction::Read)]
+    {
         let (tcp, memory, descriptor) = owner(access);
         let (mut socket, _) = greet(&tcp, &hello(&descriptor).encode());
-        socket.write_all(&frame(verb, &[Range { offset: 0, bytes: 8 }])).unwrap();
+        socket.write_all(&frame(direction, &[Range { offset: 0, bytes: 8 }])).unwrap();
         socket.write_all(&[9; 8]).unwrap();
         let mut said = [0; Done::BYTES];
         socket.read_exact(&mut said).unwrap();
@@ -120,7 +123,7 @@ fn what_was_not_granted_is_refused() {
 fn the_fence_does_not_wait_for_the_rest_of_a_frame() {
     let (tcp, memory, descriptor) = owner(RemoteAccess::Write);
     let (mut socket, _) = greet(&tcp, &hello(&descriptor).encode());
-    socket.write_all(&frame(Verb::Write, &[Range { offset: 0, bytes: BYTES }])).unwrap();
+    socket.write_all(&frame(Direction::Write, &[Range { offset: 0, bytes: BYTES }])).unwrap();
     socket.write_all(&[9; 8]).unwrap();
     // half of it has arrived once the first byte has
     let mut first = [0];

@@ -32,7 +32,6 @@ use mixfleet_hal::{Error, ErrorKind, Result};
 use server::{TcpRegion, TcpServer};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 const NAME: &str = "tcp";
@@ -94,7 +93,6 @@ pub struct Tcp {
     config: TcpConfig,
     addresses: Vec<SocketAddr>,
     server: TcpServer,
-    next_epoch: AtomicU64,
 }
 
 impl Tcp {
@@ -116,19 +114,17 @@ impl Tcp {
             )));
         }
         config.security.check(&config.listen)?;
-        let epoch =
-            u64::from_le_bytes(RegionKey::random()?.0[..8].try_into().expect("eight of sixteen bytes"));
         let server = TcpServer::start(&config)?;
         let mut addresses = config.advertise.clone();
         if addresses.is_empty() {
-            addresses.push(server.address());
+            addresses.push(server.address);
         }
-        Ok(Tcp { config, addresses, server, next_epoch: AtomicU64::new(epoch) })
+        Ok(Tcp { config, addresses, server })
     }
 
     /// Returns the bound address, including the actual port.
     pub fn listens_on(&self) -> SocketAddr {
-        self.server.address()
+        self.server.address
     }
 }
 
@@ -175,15 +171,14 @@ impl Transport for Tcp {
     /// Memory that is already registered is deregistered first.
     fn register(&self, memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Descriptor> {
         let bytes = memory.size_bytes();
-        let key = RegionKey::random()?;
-        let epoch = self.next_epoch.fetch_add(1, Ordering::Relaxed);
-        self.server.add(key, TcpRegion::new(memory, access, epoch)?);
+        let region = || TcpRegion::new(memory.clone(), access);
+        let (key, epoch) = self.server.regions.add(&memory, region)?;
         let address = Address { key, sockets: self.addresses.clone() };
         Ok(Descriptor { transport: NAME.into(), address: address.encode(), epoch, bytes })
     }
 
     fn deregister(&self, region: &Descriptor) -> Result<()> {
-        self.server.remove(Address::decode(region)?.key, region.epoch)
+        self.server.regions.remove(Address::decode(region)?.key, region.epoch)
     }
 
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {

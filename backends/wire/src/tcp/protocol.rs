@@ -5,6 +5,7 @@
 //! answers each with a [`Done`], followed by the bytes for a read.
 
 use crate::key::{KEY_BYTES, RegionKey};
+use crate::one_sided::Direction;
 #[cfg(any(test, feature = "testing"))]
 use crate::padded::padded;
 
@@ -67,17 +68,10 @@ impl Welcome {
     }
 }
 
-/// The operation of a frame.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verb {
-    Write = 1,
-    Read = 2,
-}
-
 /// The header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Head {
-    pub(super) verb: Verb,
+    pub(super) direction: Direction,
     /// Number of ranges that follow.
     pub(super) ranges: u16,
     /// Sequence number of the frame on its stream.
@@ -88,15 +82,16 @@ impl Head {
     pub(super) const BYTES: usize = 16;
 
     pub(super) fn encode(&self) -> [u8; Self::BYTES] {
-        two(self.verb as u64 | u64::from(self.ranges) << 16, self.frame)
+        two(self.direction as u64 | u64::from(self.ranges) << 16, self.frame)
     }
 
     /// Decodes a header; `None` if it is malformed.
     pub(super) fn decode(bytes: &[u8; Self::BYTES]) -> Option<Self> {
-        let verb = [Verb::Write, Verb::Read].into_iter().find(|&verb| verb as u8 == bytes[0])?;
+        let directions = [Direction::Write, Direction::Read];
+        let direction = directions.into_iter().find(|&direction| direction as u8 == bytes[0])?;
         let ranges = u16::from_le_bytes(part(bytes, 2));
         let frame = u64::from_le_bytes(part(bytes, 8));
-        (usize::from(ranges) <= RANGES_MAX).then_some(Head { verb, ranges, frame })
+        (usize::from(ranges) <= RANGES_MAX).then_some(Head { direction, ranges, frame })
     }
 }
 
@@ -187,8 +182,8 @@ mod tests {
             prop_assert!(TcpHello::decode(&hello.encode()) == Some(hello));
             let welcome = Welcome { answer: stream as u8, bytes: a };
             prop_assert_eq!(Welcome::decode(&welcome.encode()), welcome);
-            let verb = if odd { Verb::Read } else { Verb::Write };
-            let head = Head { verb, ranges: ranges as u16, frame: b };
+            let direction = if odd { Direction::Read } else { Direction::Write };
+            let head = Head { direction, ranges: ranges as u16, frame: b };
             prop_assert_eq!(Head::decode(&head.encode()), Some(head));
             let range = Range { offset: a, bytes: b };
             prop_assert_eq!(Range::decode(&range.encode()), range);

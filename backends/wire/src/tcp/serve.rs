@@ -2,8 +2,9 @@
 
 use super::inbox::Inbox;
 use super::parts::Parts;
-use super::protocol::{Done, Head, PAYLOAD_BYTES_MAX, Range, Verb};
+use super::protocol::{Done, Head, PAYLOAD_BYTES_MAX, Range};
 use super::server::RegionUser;
+use crate::one_sided::Direction;
 use crate::stream::SecureStream;
 use std::io::{self, Write};
 
@@ -23,9 +24,9 @@ pub(super) fn serve(link: &mut SecureStream, inbox: &mut Inbox, user: &RegionUse
         answer.extend(Done { refused: false, frame: head.frame }.encode());
         let mut reply = Parts::default();
         reply.push(answer.as_mut_ptr(), answer.len() as u64);
-        match head.verb {
-            Verb::Write => inbox.receive(link, &mut parts)?,
-            Verb::Read => reply.append(parts),
+        match head.direction {
+            Direction::Write => inbox.receive(link, &mut parts)?,
+            Direction::Read => reply.append(parts),
         }
         send(link, &mut reply)?;
     }
@@ -33,11 +34,6 @@ pub(super) fn serve(link: &mut SecureStream, inbox: &mut Inbox, user: &RegionUse
 
 /// Resolves the ranges of a frame; `None` if the peer may not access them.
 fn place(head: &Head, ranges: &[u8], user: &RegionUser) -> Option<Parts> {
-    let access = user.access();
-    let allowed = match head.verb {
-        Verb::Write => access.may_write(),
-        Verb::Read => access.may_read(),
-    };
     let mut parts = Parts::default();
     for range in ranges.as_chunks().0 {
         let Range { offset, bytes } = Range::decode(range);
@@ -46,7 +42,7 @@ fn place(head: &Head, ranges: &[u8], user: &RegionUser) -> Option<Parts> {
             return None;
         }
     }
-    allowed.then_some(parts)
+    head.direction.is_allowed(user.access()).then_some(parts)
 }
 
 /// Reports a refusal and ends the stream, since only a broken peer sends such a frame.

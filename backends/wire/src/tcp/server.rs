@@ -5,11 +5,12 @@ use super::inbox::Inbox;
 use super::protocol::{TcpHello, Welcome};
 use super::serve::{say, serve};
 use crate::answer::GrantStatus;
-use crate::key::RegionKey;
 use crate::pending::{PendingStream, PendingStreams};
 use crate::pinned::PinnedRange;
 use crate::region::range;
+use crate::regions::{FencedRegion, Regions};
 use crate::security::Security;
+use crate::service::ServiceThread;
 use crate::stream::SecureStream;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::RemoteAccess;
@@ -34,7 +35,6 @@ pub(super) struct TcpRegion {
     address: usize,
     bytes: u64,
     access: RemoteAccess,
-    epoch: u64,
     users: Mutex<RegionUsers>,
     left: Condvar,
 }
@@ -73,11 +73,11 @@ impl Drop for RegionUser {
 }
 
 impl TcpRegion {
-    pub(super) fn new(memory: Arc<dyn SharedMemory>, access: RemoteAccess, epoch: u64) -> Result<Self> {
+    pub(super) fn new(memory: Arc<dyn SharedMemory>, access: RemoteAccess) -> Result<Self> {
         let place = PinnedRange::new(memory)?;
         let (address, bytes) = (place.address(0, 0)? as usize, place.bytes());
         let (users, left) = Default::default();
-        Ok(TcpRegion { place: Mutex::new(Some(place)), address, bytes, access, epoch, users, left })
+        Ok(TcpRegion { place: Mutex::new(Some(place)), address, bytes, access, users, left })
     }
 
     fn users(&self) -> MutexGuard<'_, RegionUsers> {
@@ -98,10 +98,16 @@ impl TcpRegion {
         };
         Some(RegionUser { region: self, number })
     }
+}
+
+impl FencedRegion for TcpRegion {
+    fn is_of(&self, memory: &Arc<dyn SharedMemory>) -> bool {
+        memory.mapping().is_some_and(|mapping| mapping.address == self.address)
+    }
 
     /// Closes every stream and returns when none can write any more. A closed socket still yields what it had
     /// received, and then the end, so this waits no longer than a copy takes.
-    fn fence(&self) {
+    fn fence(&self) -> Result<()> {
         let mut users = self.users();
         users.revoked = true;
         for socket in users.sockets.values() {
@@ -111,12 +117,13 @@ impl TcpRegion {
             users = self.left.wait(users).unwrap_or_else(PoisonError::into_inner);
         }
         *self.place.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        Ok(())
     }
 }
 
 /// State shared by the threads.
 struct Shared {
-    regions: Mutex<BTreeMap<RegionKey, Arc<TcpRegion>>>,
+    regions: Arc<Regions<TcpRegion>>,
     pending: PendingStreams,
     streams: AtomicUsize,
     streams_max: usize,
@@ -142,11 +149,10 @@ impl Drop for Count<'_> {
 
 /// The accepting thread, and the regions that peers may access.
 pub(super) struct TcpServer {
-    shared: Arc<Shared>,
-    address: SocketAddr,
-    /// Closing it ends the thread.
-    wake: Option<UnixStream>,
-    thread: Option<std::thread::JoinHandle<()>>,
+    pub(super) regions: Arc<Regions<TcpRegion>>,
+    /// The bound address.
+    pub(super) address: SocketAddr,
+    thread: Option<ServiceThread>,
 }
 
 impl TcpServer {
@@ -157,72 +163,29 @@ impl TcpServer {
         let listener = TcpListener::bind(config.listen).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let (wake, woken) = UnixStream::pair().map_err(failed)?;
+        let regions = Arc::new(Regions::new()?);
         let shared = Arc::new(Shared {
-            regions: Mutex::default(),
+            regions: regions.clone(),
             pending: PendingStreams::default(),
             streams: AtomicUsize::new(0),
             streams_max: config.streams_max,
             silence: config.silence,
             security: config.security.clone(),
         });
-        let accepting = shared.clone();
-        let thread = std::thread::Builder::new()
-            .name("tcp-accept".into())
-            .spawn(move || accept(&listener, &woken, &accepting))
-            .map_err(failed)?;
-        Ok(TcpServer { shared, address, wake: Some(wake), thread: Some(thread) })
-    }
-
-    /// Returns the bound address.
-    pub(super) fn address(&self) -> SocketAddr {
-        self.address
-    }
-
-    /// Serves `region` from now on, and stops serving the same memory under older keys.
-    pub(super) fn add(&self, key: RegionKey, region: TcpRegion) {
-        let mut regions = self.shared.regions();
-        regions.retain(|_, other| {
-            let same = other.address == region.address;
-            if same {
-                other.fence();
-            }
-            !same
-        });
-        regions.insert(key, Arc::new(region));
-    }
-
-    pub(super) fn remove(&self, key: RegionKey, epoch: u64) -> Result<()> {
-        let mut regions = self.shared.regions();
-        if regions.get(&key).is_none_or(|region| region.epoch != epoch) {
-            let detail = format!("no region is registered under this key and epoch {epoch}");
-            return Err(Error::new(ErrorKind::Closed, detail));
-        }
-        let removed = regions.remove(&key);
-        drop(regions);
-        if let Some(region) = removed {
-            region.fence();
-        }
-        Ok(())
+        let serve = move |woken: UnixStream| accept(&listener, &woken, &shared);
+        let thread = ServiceThread::spawn("tcp-accept", serve).map_err(failed)?;
+        Ok(TcpServer { regions, address, thread: Some(thread) })
     }
 }
 
 impl Drop for TcpServer {
     fn drop(&mut self) {
-        self.wake = None;
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-        let regions = std::mem::take(&mut *self.shared.regions());
-        regions.values().for_each(|region| region.fence());
+        self.thread = None;
+        self.regions.end();
     }
 }
 
 impl Shared {
-    fn regions(&self) -> MutexGuard<'_, BTreeMap<RegionKey, Arc<TcpRegion>>> {
-        self.regions.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Attaches a stream to the region it asks for. Nothing that it sends before its key has been verified is
     /// used for anything else.
     fn receive(&self, socket: TcpStream, pending_stream: PendingStream) -> io::Result<()> {
@@ -233,7 +196,7 @@ impl Shared {
         let Some(hello) = TcpHello::decode(&hello) else {
             return welcome(&mut link, GrantStatus::Version, 0);
         };
-        let region = self.regions().get(&hello.key).filter(|region| region.epoch == hello.epoch).cloned();
+        let region = self.regions.find(hello.key, hello.epoch).ok();
         let user = region.and_then(|region| region.enter(link.socket()));
         let Some(user) = user else {
             return welcome(&mut link, GrantStatus::Unknown, 0);

@@ -9,6 +9,7 @@ use super::offer::{ConnectReply, ConnectRequest};
 use super::owner::Owner;
 use super::wait_readable;
 use crate::security::Security;
+use crate::service::ServiceThread;
 use crate::stream::SecureStream;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
@@ -17,7 +18,6 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Maximum length of a line; 16 NICs with 64 queue pairs and full address tables need less.
@@ -98,9 +98,7 @@ fn read_some(stream: &mut SecureStream, line: &mut Vec<u8>) -> io::Result<()> {
 /// Answers requests until it is dropped, on one thread for all peers.
 pub(crate) struct Listener {
     pub(crate) address: SocketAddr,
-    /// Closing it stops the thread.
-    stop: Option<UnixStream>,
-    thread: Option<JoinHandle<()>>,
+    _thread: ServiceThread,
 }
 
 impl Listener {
@@ -108,21 +106,14 @@ impl Listener {
         let listener = TcpListener::bind(address)?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
-        let (stop, stopped) = UnixStream::pair()?;
-        stopped.set_nonblocking(true)?;
-        let server = Server { listener, stopped, security, owner, connections: Vec::new() };
-        let thread = std::thread::Builder::new().name("rdma-control".into()).spawn(move || server.run())?;
-        Ok(Listener { address, stop: Some(stop), thread: Some(thread) })
-    }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        self.stop.take();
-        if let Some(thread) = self.thread.take() {
-            // it returns nothing, and a panic has already been printed
-            let _ = thread.join();
-        }
+        let serve = move |stopped: UnixStream| {
+            let is_set = stopped.set_nonblocking(true);
+            let server = Server { listener, stopped, security, owner, connections: Vec::new() };
+            if is_set.is_ok() {
+                server.run();
+            }
+        };
+        Ok(Listener { address, _thread: ServiceThread::spawn("rdma-control", serve)? })
     }
 }
 

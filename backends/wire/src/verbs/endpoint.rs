@@ -4,42 +4,37 @@ use super::device::Nic;
 use super::offer::{AcceptedRail, ConnectReply, QueuePairAddress};
 use super::queue::{Channel, Completions, QueuePair, Registration, Request, Route};
 use super::{Local, VerbsOptions, status};
-use crate::batches::not_open;
-use crate::memory::check;
+use crate::one_sided::{Batches, Carrier, Direction, OneSided, Reach};
 use crate::stream::SecureStream;
 use ibverbs_sys::{ibv_access_flags, ibv_wr_opcode as opcode};
 use mixfleet_hal::cast::{to_u32, to_usize};
-use mixfleet_hal::transport::{Endpoint, Piece, RemoteAccess, TransferId};
+use mixfleet_hal::transport::{Piece, TransferId};
 use mixfleet_hal::{Error, ErrorKind, Result};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::io::Read;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Number of work requests in a chain, each of which reports one completion.
 const CHAIN: usize = 32;
+
 /// The active end of an open RDMA connection.
-pub struct VerbsEndpoint {
+pub type VerbsEndpoint = OneSided<RdmaCarrier>;
+
+/// The queue pairs of a connection.
+pub struct RdmaCarrier {
     // dropped in this order: the NIC stops before the memory is released
     rails: Vec<Rail>,
     control: Option<SecureStream>,
     local: Arc<Local>,
-    there: Range,
-    access: RemoteAccess,
+    remote_address: u64,
+    reach: Reach,
     slice_bytes: u64,
     spin: Duration,
-    /// For each batch neither waited for nor cancelled: the number of outstanding requests.
-    open: BTreeMap<u64, usize>,
-    next: u64,
     /// Index of the queue pair that takes the next slice.
     turn: usize,
-    broken: Option<Error>,
-}
-
-/// The peer's region, in its own address space.
-struct Range {
-    address: u64,
-    bytes: u64,
+    /// What the peer is told once the batch that begins next has landed.
+    notice: Option<u32>,
 }
 
 /// The part of a connection that uses one NIC.
@@ -137,13 +132,13 @@ impl Lane {
     }
 }
 
-impl VerbsEndpoint {
+impl RdmaCarrier {
     pub(crate) fn join(
         halves: Vec<HalfRail>,
         local: Arc<Local>,
         answer: &ConnectReply,
         options: &VerbsOptions,
-    ) -> Result<Self> {
+    ) -> Result<VerbsEndpoint> {
         if answer.address.checked_add(answer.bytes).is_none() {
             return Err(Error::invalid("the peer answered with a region beyond the end of memory"));
         }
@@ -158,19 +153,19 @@ impl VerbsEndpoint {
         if rails.is_empty() {
             return Err(Error::invalid("the peer answered without any rail"));
         }
-        Ok(VerbsEndpoint {
+        let reach =
+            Reach { local_bytes: local.place.bytes(), remote_bytes: answer.bytes, access: answer.access };
+        Ok(OneSided::new(RdmaCarrier {
             rails,
             control: None,
             local,
-            there: Range { address: answer.address, bytes: answer.bytes },
-            access: answer.access,
+            remote_address: answer.address,
+            reach,
             slice_bytes: u64::from(options.slice_bytes),
             spin: options.spin,
-            open: BTreeMap::new(),
-            next: 0,
             turn: 0,
-            broken: None,
-        })
+            notice: None,
+        }))
     }
 
     /// Attaches the control connection, which ends when the peer closes.
@@ -181,55 +176,6 @@ impl VerbsEndpoint {
         Ok(())
     }
 
-    /// Writes all pieces and then delivers `notice` to the peer, which sees it after they have landed. One
-    /// queue pair carries the whole batch, since order holds only within a queue pair; batches alternate
-    /// between them.
-    ///
-    /// # Errors
-    /// As for [`Endpoint::write`]. A peer that leaves 64 notices of a queue pair unread breaks the
-    /// connection.
-    pub fn write_with_immediate(&mut self, pieces: &[Piece], notice: u32) -> Result<TransferId> {
-        if !self.access.may_write() {
-            return Err(Error::invalid("the peer's region is only for reading"));
-        }
-        self.begin(pieces, opcode::IBV_WR_RDMA_WRITE, Some(notice))
-    }
-
-    fn begin(&mut self, pieces: &[Piece], opcode: opcode::Type, notice: Option<u32>) -> Result<TransferId> {
-        check(pieces, self.local.place.bytes(), self.there.bytes)?;
-        self.progress();
-        self.way_is_open()?;
-        let here = self.local.place.address(0, 0)? as u64;
-        let batch = self.next;
-        self.next += 1;
-        let mut count = 0;
-        for piece in pieces {
-            for at in (0..piece.bytes).step_by(to_usize(self.slice_bytes)) {
-                let bytes = to_u32(self.slice_bytes.min(piece.bytes - at));
-                let local = here + piece.local + at;
-                let remote = self.there.address + piece.remote + at;
-                self.lane()
-                    .waiting
-                    .push_back((batch, Request { opcode, local, remote, bytes, immediate: 0 }));
-                count += 1;
-                self.turn += usize::from(notice.is_none());
-            }
-        }
-        if let Some(immediate) = notice {
-            let opcode = opcode::IBV_WR_RDMA_WRITE_WITH_IMM;
-            let (local, remote) = (here, self.there.address);
-            self.lane().waiting.push_back((batch, Request { opcode, local, remote, bytes: 0, immediate }));
-            count += 1;
-            self.turn += 1;
-        }
-        self.open.insert(batch, count);
-        self.pump();
-        match &self.broken {
-            Some(error) => Err(error.clone()),
-            None => Ok(TransferId(batch)),
-        }
-    }
-
     /// Returns the next queue pair in turn, alternating between rails first.
     fn lane(&mut self) -> &mut Lane {
         let rails = self.rails.len();
@@ -238,152 +184,135 @@ impl VerbsEndpoint {
         &mut rail.lanes[self.turn / rails % lanes]
     }
 
-    /// Collects completions and posts pending work; returns whether anything completed.
-    fn progress(&mut self) -> bool {
-        let mut any = false;
+    /// Notes completions, and returns whether there were any.
+    fn collect(&mut self, batches: &mut Batches) -> Result<bool> {
+        let (mut any, mut broken) = (false, None);
         for rail in &mut self.rails {
             for lane in &mut rail.lanes {
                 let completions = lane.queue_pair.completions.clone();
-                let polled = completions.poll(|completion| match completion.error() {
+                any |= completions.poll(|completion| match completion.error() {
                     None => {
                         let Some((batch, count)) = lane.flying.pop_front() else { return };
                         lane.in_flight -= count;
-                        if let Some(left) = self.open.get_mut(&batch) {
-                            *left -= count;
-                        }
+                        batches.landed(batch, count as u64);
                     }
                     // the first failure is the cause; the others are flushed behind it
                     Some((code, vendor)) => {
-                        let explain = || status::explain(&rail.nic.name, code, vendor);
-                        self.broken.get_or_insert_with(explain);
+                        broken.get_or_insert_with(|| status::explain(&rail.nic.name, code, vendor));
                     }
-                });
-                match polled {
-                    Ok(some) => any |= some,
-                    Err(error) => self.broken = Some(error),
-                }
+                })?;
             }
         }
-        self.pump();
-        any
+        broken.map_or(Ok(any), Err)
     }
 
-    fn pump(&mut self) {
+    /// Posts pending work.
+    fn pump(&mut self) -> Result<()> {
         for rail in &mut self.rails {
             let (local_key, remote_key) = (rail.local.local_key(), rail.remote_key);
-            for lane in &mut rail.lanes {
-                if self.broken.is_some() {
-                    return;
-                }
-                self.broken = lane.pump(local_key, remote_key).err();
-            }
+            rail.lanes.iter_mut().try_for_each(|lane| lane.pump(local_key, remote_key))?;
         }
+        Ok(())
+    }
+}
+
+impl VerbsEndpoint {
+    /// Writes all pieces and then delivers `notice` to the peer, which sees it after they have landed. One
+    /// queue pair carries the whole batch, since order holds only within a queue pair; batches alternate
+    /// between them.
+    ///
+    /// # Errors
+    /// As for [`Endpoint::write`](mixfleet_hal::transport::Endpoint::write). A peer that leaves 64 notices of
+    /// a queue pair unread breaks the connection.
+    pub fn write_with_immediate(&mut self, pieces: &[Piece], notice: u32) -> Result<TransferId> {
+        if !self.carrier.reach.access.may_write() {
+            return Err(Error::invalid("the peer's region is only for reading"));
+        }
+        self.carrier.notice = Some(notice);
+        let begun = self.start(pieces, Direction::Write);
+        self.carrier.notice = None;
+        begun
+    }
+}
+
+impl Carrier for RdmaCarrier {
+    fn reach(&self) -> Reach {
+        self.reach
     }
 
-    /// Checks whether the peer has closed the connection, and reports why it is not open.
-    fn way_is_open(&mut self) -> Result<()> {
-        if self.broken.is_none()
-            && let Some(control) = &mut self.control
-        {
-            let mut byte = [0];
-            let still =
-                matches!(control.read(&mut byte), Err(e) if e.kind() == std::io::ErrorKind::WouldBlock);
-            if !still {
+    fn check_peer(&mut self) -> Result<()> {
+        let Some(control) = &mut self.control else { return Ok(()) };
+        match control.read(&mut [0]) {
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => Ok(()),
+            _ => {
                 let detail = "the peer closed the connection: it ended, or deregistered the region";
-                self.broken = Some(Error::new(ErrorKind::Closed, detail));
-            }
-        }
-        match &self.broken {
-            Some(error) => {
-                Err(Error::new(ErrorKind::Closed, format!("the connection is broken: {}", error.detail)))
-            }
-            None => Ok(()),
-        }
-    }
-
-    /// Returns the outcome of a batch; `None` while it is in flight.
-    fn outcome(&mut self, batch: u64) -> Option<Result<()>> {
-        match self.open.get(&batch) {
-            None => Some(Err(not_open(TransferId(batch), self.next))),
-            Some(0) => {
-                self.open.remove(&batch);
-                Some(Ok(()))
-            }
-            Some(_) => {
-                let error = self.broken.clone()?;
-                self.open.remove(&batch);
-                Some(Err(error))
+                Err(Error::new(ErrorKind::Closed, detail))
             }
         }
     }
 
-    /// Sleeps until something completes or the peer closes the connection.
-    fn sleep(&mut self, longest: Duration) -> Result<()> {
+    fn begin(&mut self, batch: u64, pieces: &[Piece], direction: Direction) -> Result<u64> {
+        let opcode = match direction {
+            Direction::Write => opcode::IBV_WR_RDMA_WRITE,
+            Direction::Read => opcode::IBV_WR_RDMA_READ,
+        };
+        let (here, there) = (self.local.place.address(0, 0)? as u64, self.remote_address);
+        let notice = self.notice.take();
+        let mut count = 0;
+        for piece in pieces {
+            for at in (0..piece.bytes).step_by(to_usize(self.slice_bytes)) {
+                let bytes = to_u32(self.slice_bytes.min(piece.bytes - at));
+                let (local, remote) = (here + piece.local + at, there + piece.remote + at);
+                let request = Request { opcode, local, remote, bytes, immediate: 0 };
+                self.lane().waiting.push_back((batch, request));
+                count += 1;
+                self.turn += usize::from(notice.is_none());
+            }
+        }
+        if let Some(immediate) = notice {
+            let opcode = opcode::IBV_WR_RDMA_WRITE_WITH_IMM;
+            let request = Request { opcode, local: here, remote: there, bytes: 0, immediate };
+            self.lane().waiting.push_back((batch, request));
+            count += 1;
+            self.turn += 1;
+        }
+        self.pump()?;
+        Ok(count)
+    }
+
+    /// Collects completions and posts pending work.
+    fn progress(&mut self, batches: &mut Batches) -> Result<()> {
+        self.collect(batches)?;
+        self.pump()
+    }
+
+    /// Polls for a while, then sleeps until something completes or the peer closes the connection.
+    fn pause(&mut self, batches: &mut Batches, waited: Duration, longest: Duration) -> Result<()> {
+        use std::os::fd::AsRawFd;
+        if waited < self.spin {
+            std::hint::spin_loop();
+            return Ok(());
+        }
         for lane in self.rails.iter().flat_map(|rail| &rail.lanes) {
             lane.queue_pair.completions.arm()?;
         }
-        if self.progress() {
-            return Ok(());
+        if self.collect(batches)? {
+            return self.pump();
         }
-        use std::os::fd::AsRawFd;
         let channels = self.rails.iter().map(|rail| rail.channel.fd());
-        let fds = channels
-            .chain(self.control.as_ref().map(|control| control.socket().as_raw_fd()))
-            .collect::<Vec<_>>();
+        let control = self.control.as_ref().map(|control| control.socket().as_raw_fd());
+        let fds = channels.chain(control).collect::<Vec<_>>();
         super::wait_readable(&fds, longest);
         for rail in &self.rails {
             rail.channel.drain();
         }
         Ok(())
     }
-}
 
-impl Endpoint for VerbsEndpoint {
-    fn write(&mut self, pieces: &[Piece]) -> Result<TransferId> {
-        if !self.access.may_write() && !pieces.is_empty() {
-            return Err(Error::invalid("the peer's region is only for reading"));
-        }
-        self.begin(pieces, opcode::IBV_WR_RDMA_WRITE, None)
-    }
-
-    fn read(&mut self, pieces: &[Piece]) -> Result<TransferId> {
-        if !self.access.may_read() && !pieces.is_empty() {
-            return Err(Error::invalid("the peer's region is only for writing"));
-        }
-        self.begin(pieces, opcode::IBV_WR_RDMA_READ, None)
-    }
-
-    fn wait(&mut self, transfer: TransferId, timeout: Duration) -> Result<()> {
-        let begin = Instant::now();
-        loop {
-            self.progress();
-            if let Some(outcome) = self.outcome(transfer.0) {
-                return outcome;
-            }
-            // why it is not open becomes the batch's outcome in the next round
-            if self.way_is_open().is_err() {
-                continue;
-            }
-            let waited = begin.elapsed();
-            let Some(left) = timeout.checked_sub(waited).filter(|left| !left.is_zero()) else {
-                let detail = format!("the transfer is not complete after {} ms", timeout.as_millis());
-                return Err(Error::new(ErrorKind::Timeout, detail));
-            };
-            if waited < self.spin {
-                std::hint::spin_loop();
-            } else if let Err(error) = self.sleep(left) {
-                self.broken = Some(error);
-            }
-        }
-    }
-
-    fn cancel(&mut self, transfer: TransferId) -> Result<()> {
-        self.open.remove(&transfer.0);
+    fn discard(&mut self, batch: u64) {
         for lane in self.rails.iter_mut().flat_map(|rail| &mut rail.lanes) {
-            lane.waiting.retain(|(batch, _)| *batch != transfer.0);
+            lane.waiting.retain(|(of, _)| *of != batch);
         }
-        self.progress();
-        self.way_is_open()
     }
 
     fn details(&self) -> String {

@@ -26,8 +26,8 @@ use crate::poll;
 use crate::security::Security;
 use control::Listener;
 use device::Nic;
-use endpoint::HalfRail;
 pub use endpoint::VerbsEndpoint;
+use endpoint::{HalfRail, RdmaCarrier};
 use ibverbs_sys::ibv_access_flags;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Descriptor, Endpoint, RemoteAccess, Transport};
@@ -125,7 +125,7 @@ impl HalfOpen {
     /// # Errors
     /// `Invalid` if the reply does not match the request, `Other` if there is no path.
     pub fn join(self, answer: &ConnectReply) -> Result<VerbsEndpoint> {
-        VerbsEndpoint::join(self.halves, self.local, answer, &self.options)
+        RdmaCarrier::join(self.halves, self.local, answer, &self.options)
     }
 }
 
@@ -219,7 +219,7 @@ impl Verbs {
         let half = self.open_half(local, region)?;
         let (answer, control) = control::ask(peer, &self.options.security, half.offer())?;
         let mut endpoint = half.join(&answer)?;
-        endpoint.watch(control)?;
+        endpoint.carrier.watch(control)?;
         Ok(endpoint)
     }
 
@@ -240,7 +240,7 @@ impl Verbs {
             let Some(left) = timeout.checked_sub(begin.elapsed()).filter(|left| !left.is_zero()) else {
                 return Ok(None);
             };
-            let (inbox, fds) = self.owner.arm(region.epoch)?;
+            let (inbox, fds) = self.owner.arm(key, region.epoch)?;
             if let Some(notice) = self.owner.notice(key, region.epoch)? {
                 return Ok(Some(notice));
             }
@@ -269,7 +269,7 @@ impl Verbs {
 impl Drop for Verbs {
     fn drop(&mut self) {
         self.listener.take();
-        self.owner.end();
+        self.owner.regions.end();
     }
 }
 
@@ -306,7 +306,7 @@ impl Transport for Verbs {
     }
 
     fn deregister(&self, region: &Descriptor) -> Result<()> {
-        self.owner.deregister(key(region)?, region.epoch)
+        self.owner.regions.remove(key(region)?, region.epoch)
     }
 
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {

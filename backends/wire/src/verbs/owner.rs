@@ -5,13 +5,15 @@ use super::offer::{AcceptedRail, ConnectReply, ConnectRequest, Path, QueuePairAd
 use super::queue::{Channel, Completions, QueuePair, Registration, Route};
 use crate::key::RegionKey;
 use crate::pinned::PinnedRange;
+use crate::regions::{FencedRegion, Regions, not_registered};
 use ibverbs_sys::{ibv_access_flags as access_flags, ibv_wc_opcode, ibv_wc_status};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::RemoteAccess;
-use mixfleet_hal::{Error, ErrorKind, Result};
+use mixfleet_hal::{Error, Result};
 use std::collections::{BTreeMap, VecDeque};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Number of unread notices that a queue pair buffers.
@@ -19,30 +21,31 @@ const NOTICES: u32 = 64;
 /// Maximum number of queue pairs that a request may ask for on one rail.
 const QUEUES_MAX: usize = 64;
 
-/// All regions of a transport, by epoch.
+/// All regions of a transport.
 pub(crate) struct Owner {
     pub(crate) nics: Vec<Arc<Nic>>,
-    state: Mutex<State>,
+    pub(crate) regions: Regions<VerbsRegion>,
+    next_way: AtomicU64,
 }
 
-#[derive(Default)]
-struct State {
-    regions: BTreeMap<u64, Region>,
-    next_epoch: u64,
-    next_way: u64,
-}
-
-/// A registered region. Fields drop in order: no queue pair outlives the keys, and no key the memory.
-struct Region {
-    ways: BTreeMap<u64, PeerConnection>,
-    registrations: Vec<Registration>,
-    inbox: Vec<Arc<Channel>>,
-    unread: VecDeque<u32>,
-    key: RegionKey,
+/// A registered region. Fields drop in order: no key outlives the memory.
+pub(crate) struct VerbsRegion {
+    open: Mutex<OpenRegion>,
     access: RemoteAccess,
     address: u64,
     bytes: u64,
     memory: Arc<dyn SharedMemory>,
+}
+
+/// What peers reach. Fields drop in order: no queue pair outlives the keys.
+struct OpenRegion {
+    ways: BTreeMap<u64, PeerConnection>,
+    /// Empty once the region has ended.
+    registrations: Vec<Registration>,
+    inbox: Vec<Arc<Channel>>,
+    unread: VecDeque<u32>,
+    /// How the region ended, once it has.
+    ended: Option<Result<()>>,
 }
 
 /// A peer's connection to a region.
@@ -61,16 +64,28 @@ impl Drop for PeerConnection {
     }
 }
 
-impl Region {
-    /// Ends all connections, then the keys.
-    fn end(self) -> Result<()> {
-        drop(self.ways);
-        self.registrations.into_iter().try_for_each(Registration::end)
+impl VerbsRegion {
+    fn lock(&self) -> MutexGuard<'_, OpenRegion> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn closed(epoch: u64) -> Error {
-    Error::new(ErrorKind::Closed, format!("no region is registered under epoch {epoch} and this key"))
+impl FencedRegion for VerbsRegion {
+    fn is_of(&self, memory: &Arc<dyn SharedMemory>) -> bool {
+        std::ptr::addr_eq(Arc::as_ptr(&self.memory), Arc::as_ptr(memory))
+    }
+
+    /// Ends all connections, then the keys.
+    fn fence(&self) -> Result<()> {
+        let mut open = self.lock();
+        if let Some(outcome) = &open.ended {
+            return outcome.clone();
+        }
+        open.ways.clear();
+        let outcome = std::mem::take(&mut open.registrations).into_iter().try_for_each(Registration::end);
+        open.ended = Some(outcome.clone());
+        outcome
+    }
 }
 
 fn flags(access: RemoteAccess) -> access_flags {
@@ -81,11 +96,7 @@ fn flags(access: RemoteAccess) -> access_flags {
 
 impl Owner {
     pub(crate) fn new(nics: Vec<Arc<Nic>>) -> Self {
-        Owner { nics, state: Mutex::default() }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        Owner { nics, regions: Regions::default(), next_way: AtomicU64::new(0) }
     }
 
     /// Registers `memory` on all NICs and returns its key and epoch. Memory that is already registered gets
@@ -96,38 +107,19 @@ impl Owner {
         access: RemoteAccess,
     ) -> Result<(RegionKey, u64)> {
         let place = Arc::new(PinnedRange::new(memory.clone())?);
-        let mut state = self.lock();
-        let same = |region: &Region| std::ptr::addr_eq(Arc::as_ptr(&region.memory), Arc::as_ptr(&memory));
-        let known = state.regions.iter().find(|(_, region)| same(region)).map(|(&epoch, _)| epoch);
-        if let Some(region) = known.and_then(|epoch| state.regions.remove(&epoch)) {
-            region.end()?;
-        }
-        let on = |nic: &Arc<Nic>| Registration::new(nic, &place, flags(access));
-        let registrations = self.nics.iter().map(on).collect::<Result<_>>()?;
-        let inbox = self.nics.iter().map(|nic| Channel::new(nic).map(Arc::new)).collect::<Result<_>>()?;
-        let key = RegionKey::random()?;
-        let epoch = state.next_epoch;
-        state.next_epoch += 1;
-        let region = Region {
-            ways: BTreeMap::new(),
-            registrations,
-            inbox,
-            unread: VecDeque::new(),
-            key,
-            access,
-            address: place.address(0, 0)? as u64,
-            bytes: place.bytes(),
-            memory,
-        };
-        state.regions.insert(epoch, region);
-        Ok((key, epoch))
-    }
-
-    pub(crate) fn deregister(&self, key: RegionKey, epoch: u64) -> Result<()> {
-        let mut state = self.lock();
-        let known = state.regions.get(&epoch).is_some_and(|region| region.key == key);
-        let region = known.then(|| state.regions.remove(&epoch)).flatten();
-        region.ok_or_else(|| closed(epoch))?.end()
+        self.regions.add(&memory, || {
+            let on = |nic: &Arc<Nic>| Registration::new(nic, &place, flags(access));
+            let registrations = self.nics.iter().map(on).collect::<Result<_>>()?;
+            let inbox = self.nics.iter().map(|nic| Channel::new(nic).map(Arc::new)).collect::<Result<_>>()?;
+            let (ways, unread) = Default::default();
+            Ok(VerbsRegion {
+                open: Mutex::new(OpenRegion { ways, registrations, inbox, unread, ended: None }),
+                access,
+                address: place.address(0, 0)? as u64,
+                bytes: place.bytes(),
+                memory: memory.clone(),
+            })
+        })
     }
 
     /// Creates the owner's ends for a peer's request. The connection ends with `close`, or with the region.
@@ -142,11 +134,12 @@ impl Owner {
                 "the peer speaks version {theirs} of the RDMA offer, this end {VERSION}; run the same release on both"
             )));
         }
-        let mut state = self.lock();
-        let State { regions, next_way, .. } = &mut *state;
-        let region = regions.get_mut(&offer.epoch);
-        let region = region.filter(|region| RegionKey::from_hex(&offer.key) == Some(region.key));
-        let region = region.ok_or_else(|| closed(offer.epoch))?;
+        let key = RegionKey::from_hex(&offer.key).ok_or_else(|| not_registered(offer.epoch))?;
+        let region = self.regions.find(key, offer.epoch)?;
+        let mut open = region.lock();
+        if open.ended.is_some() {
+            return Err(not_registered(offer.epoch));
+        }
         let mut way = PeerConnection { queue_pairs: Vec::new(), control };
         let mut rails = Vec::new();
         let mut free = offer.rails.iter().enumerate().collect::<VecDeque<_>>();
@@ -164,10 +157,10 @@ impl Owner {
                 mtu_bytes: path.mtu_bytes,
                 reads: path.reads,
             };
-            let made = join(nic, &region.inbox[i], &rail.queues, &route, flags(region.access))?;
+            let made = join(nic, &open.inbox[i], &rail.queues, &route, flags(region.access))?;
             let queues = made.iter().map(QueuePair::here).collect();
             way.queue_pairs.extend(made);
-            let remote_key = region.registrations[i].remote_key();
+            let remote_key = open.registrations[i].remote_key();
             rails.push(AcceptedRail { offered, path, lid: nic.port.lid, queues, remote_key });
         }
         if rails.is_empty() {
@@ -175,27 +168,25 @@ impl Owner {
                 "the ends have no kind of RDMA address in common (RoCE v2 over IPv4 or IPv6, RoCE v1, InfiniBand)",
             ));
         }
-        let id = *next_way;
-        *next_way += 1;
-        region.ways.insert(id, way);
-        let Region { address, bytes, access, .. } = *region;
+        let id = self.next_way.fetch_add(1, Ordering::Relaxed);
+        open.ways.insert(id, way);
+        let VerbsRegion { address, bytes, access, .. } = *region;
         Ok((ConnectReply { address, bytes, access, rails }, id))
     }
 
     /// Ends a connection, unless its region has ended it already.
     pub(crate) fn close(&self, way: u64) {
-        let mut state = self.lock();
-        for region in state.regions.values_mut() {
-            region.ways.remove(&way);
+        for region in self.regions.all() {
+            region.lock().ways.remove(&way);
         }
     }
 
     /// Returns the next notice for a region, if one has arrived.
     pub(crate) fn notice(&self, key: RegionKey, epoch: u64) -> Result<Option<u32>> {
-        let mut state = self.lock();
-        let region = state.regions.get_mut(&epoch).filter(|region| region.key == key);
-        let region = region.ok_or_else(|| closed(epoch))?;
-        for queue_pair in region.ways.values().flat_map(|way| &way.queue_pairs) {
+        let region = self.regions.find(key, epoch)?;
+        let mut open = region.lock();
+        let OpenRegion { ways, unread, .. } = &mut *open;
+        for queue_pair in ways.values().flat_map(|way| &way.queue_pairs) {
             let mut came = 0;
             queue_pair.completions.poll(|completion| {
                 let with_immediate = completion.opcode() == ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM;
@@ -203,7 +194,7 @@ impl Owner {
                 // receives that were pending when the peer's end broke complete with an error and are no
                 // notices
                 if whole == ibv_wc_status::IBV_WC_SUCCESS && with_immediate {
-                    region.unread.push_back(u32::from_be(completion.imm_data));
+                    unread.push_back(u32::from_be(completion.imm_data));
                     came += 1;
                 }
             })?;
@@ -211,24 +202,19 @@ impl Owner {
                 queue_pair.expect_notice()?;
             }
         }
-        Ok(region.unread.pop_front())
+        Ok(unread.pop_front())
     }
 
     /// Arms the completion queues for the next notice, and returns the descriptors to wait for with what
     /// keeps them open.
-    pub(crate) fn arm(&self, epoch: u64) -> Result<(Vec<Arc<Channel>>, Vec<RawFd>)> {
-        let state = self.lock();
-        let region = state.regions.get(&epoch).ok_or_else(|| closed(epoch))?;
-        for queue_pair in region.ways.values().flat_map(|way| &way.queue_pairs) {
+    pub(crate) fn arm(&self, key: RegionKey, epoch: u64) -> Result<(Vec<Arc<Channel>>, Vec<RawFd>)> {
+        let region = self.regions.find(key, epoch)?;
+        let open = region.lock();
+        for queue_pair in open.ways.values().flat_map(|way| &way.queue_pairs) {
             queue_pair.completions.arm()?;
         }
-        let fds = region.inbox.iter().map(|channel| channel.fd()).collect();
-        Ok((region.inbox.clone(), fds))
-    }
-
-    /// Ends every region.
-    pub(crate) fn end(&self) {
-        self.lock().regions.clear();
+        let fds = open.inbox.iter().map(|channel| channel.fd()).collect();
+        Ok((open.inbox.clone(), fds))
     }
 }
 

@@ -386,7 +386,7 @@ impl Pipe for VerbsPipe {
     }
 
     fn sleep(&self, timeout: Option<Duration>) -> io::Result<bool> {
-        let (channels, fds) = self.verbs.owner.arm(self.epoch).map_err(other)?;
+        let (channels, fds) = self.verbs.owner.arm(self.key, self.epoch).map_err(other)?;
         let mut entries: Vec<libc::pollfd> = fds.iter().map(poll::readable).collect();
         entries.push(poll::readable(&self.socket));
         // what came before the queue was armed wakes nobody
