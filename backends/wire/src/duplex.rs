@@ -2,55 +2,36 @@
 
 use crate::address::LinkAddress;
 use crate::pending::{PendingStream, PendingStreams};
-#[cfg(target_os = "linux")]
-use crate::pipe::{self, Pipe};
-use crate::poll::{self, Patience};
+use crate::pipe::{Pipe, SocketPipe};
+use crate::poll::Patience;
 use crate::security::Security;
 #[cfg(target_os = "linux")]
 use crate::shm::SharedPipe;
 use crate::stream::{SecureStream, remaining};
 use mixfleet_hal::{Error, ErrorKind, Result};
 use std::io::{self, ErrorKind as IoKind};
-use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsRawFd;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
-
-/// How long a sender whose peer takes nothing waits before it looks again whether something came.
-const LOOK: Duration = Duration::from_millis(10);
 
 /// A connection whose ends have shown each other that they may talk, where certificates do that. One by a
 /// socket file is between processes of one user.
 ///
 /// Several threads may send, each all of its bytes, if they take turns; one thread at a time receives.
 pub struct Duplex {
-    way: Way,
+    pipe: Box<dyn Pipe>,
     /// Where the called end listens.
     address: LinkAddress,
     patience: Mutex<Patience>,
-}
-
-/// What the bytes go over.
-enum Way {
-    Socket {
-        socket: TcpStream,
-        stream: Mutex<SecureStream>,
-    },
-    #[cfg(target_os = "linux")]
-    Pipe(Box<dyn Pipe>),
 }
 
 impl std::fmt::Debug for Duplex {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Duplex({})", self.address)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Duplex {
@@ -65,36 +46,34 @@ impl Duplex {
         silence: Duration,
         deadline: Instant,
     ) -> Result<Self> {
-        let (way, address) = match address {
+        let (pipe, address) = match address {
             LinkAddress::Tcp(port) => {
                 security.check(port)?;
-                (security.call(*port, silence, deadline).and_then(Way::socket), address.clone())
+                (security.call(*port, silence, deadline).and_then(by_socket), address.clone())
             }
             LinkAddress::Rdma(port) => {
                 security.check(port)?;
                 let stream = security.call(*port, silence, deadline);
-                (stream.and_then(|stream| Way::rdma(stream, deadline)), address.clone())
+                (stream.and_then(|stream| by_rdma(stream, deadline)), address.clone())
             }
             LinkAddress::Unix(path) => {
                 let socket = UnixStream::connect(path)
                     .map_err(|error| io::Error::new(error.kind(), format!("connect: {error}")));
                 // as the listener calls it
                 let path = path.canonicalize().unwrap_or_else(|_| path.clone());
-                (socket.and_then(|socket| Way::call(socket, deadline)), LinkAddress::Unix(path))
+                (socket.and_then(|socket| by_pages(socket, Some(deadline))), LinkAddress::Unix(path))
             }
         };
-        let way = way.map_err(|error| Error::new(ErrorKind::Closed, error.to_string()))?;
-        Ok(Duplex { way, address, patience: Mutex::new(Patience::new()) })
+        let pipe = pipe.map_err(|error| Error::new(ErrorKind::Closed, error.to_string()))?;
+        Ok(Duplex { pipe, address, patience: Mutex::new(Patience::new()) })
     }
 
     /// Returns whom this end talks to, for messages to people.
     pub fn peer(&self) -> String {
-        match &self.way {
-            Way::Socket { socket, .. } => {
-                socket.peer_addr().map_or_else(|error| error.to_string(), |peer| peer.to_string())
-            }
-            #[cfg(target_os = "linux")]
-            Way::Pipe(_) => self.address.to_string(),
+        match self.pipe.peer() {
+            Some(Ok(peer)) => peer.to_string(),
+            Some(Err(error)) => error.to_string(),
+            None => self.address.to_string(),
         }
     }
 
@@ -118,7 +97,7 @@ impl Duplex {
         let mut left: Vec<&[u8]> = parts.iter().copied().filter(|part| !part.is_empty()).collect();
         let mut moved = Instant::now();
         loop {
-            match self.way.send_some(&left) {
+            match self.pipe.send(&left) {
                 Ok(_) if left.is_empty() => return Ok(()),
                 Ok(sent) => {
                     advance(&mut left, sent);
@@ -128,34 +107,11 @@ impl Duplex {
                     if moved.elapsed() >= idle {
                         return Err(io::Error::new(IoKind::TimedOut, "the peer takes no bytes"));
                     }
-                    self.wait_to_send(meanwhile)?;
+                    self.pipe.wait_to_send(meanwhile)?;
                 }
                 Err(error) => return Err(error),
             }
         }
-    }
-
-    /// Waits a little until bytes can be sent, or received by `meanwhile`.
-    fn wait_to_send(&self, meanwhile: &mut dyn FnMut() -> io::Result<bool>) -> io::Result<()> {
-        let socket = match &self.way {
-            Way::Socket { socket, .. } => socket,
-            #[cfg(target_os = "linux")]
-            Way::Pipe(pipe) => {
-                if pipe.has_bytes()? && meanwhile()? {
-                    return Ok(());
-                }
-                return pipe::wait_for_room(&**pipe, LOOK);
-            }
-        };
-        let fd = socket.as_raw_fd();
-        let mut entries = [libc::pollfd { fd, events: libc::POLLOUT | libc::POLLIN, revents: 0 }];
-        poll::wait(&mut entries, Some(LOOK))?;
-        let can_send = entries[0].revents & !libc::POLLIN != 0;
-        if can_send || entries[0].revents == 0 || meanwhile()? {
-            return Ok(());
-        }
-        let mut entries = [libc::pollfd { fd, events: libc::POLLOUT, revents: 0 }];
-        poll::wait(&mut entries, Some(LOOK))
     }
 
     /// Receives at least one byte into `place`, and returns how many; `None` once `deadline` has passed. A
@@ -165,7 +121,7 @@ impl Duplex {
     /// `UnexpectedEof` at the end of the connection, and those of the connection.
     pub fn receive(&self, place: &mut [u8], deadline: Option<Instant>) -> io::Result<Option<usize>> {
         loop {
-            match self.way.receive_some(place) {
+            match self.pipe.receive(place) {
                 Ok(0) => return Err(io::Error::new(IoKind::UnexpectedEof, "the peer has closed")),
                 Ok(received) => return Ok(Some(received)),
                 Err(error) if error.kind() == IoKind::WouldBlock => {}
@@ -175,107 +131,59 @@ impl Duplex {
             if left == Some(Duration::ZERO) {
                 return Ok(None);
             }
-            let mut patience = lock(&self.patience);
-            match &self.way {
-                Way::Socket { socket, .. } => patience.wait(&mut [poll::readable(socket)], left)?,
-                #[cfg(target_os = "linux")]
-                Way::Pipe(pipe) => patience.wait_for(&mut &**pipe, left)?,
-            }
+            let mut patience = self.patience.lock().unwrap_or_else(PoisonError::into_inner);
+            patience.wait_for(&mut &*self.pipe, left)?;
         }
     }
 
     /// Ends the direction in which this end sends. What the peer still sends is received.
     pub fn end_sending(&self) {
-        match &self.way {
-            Way::Socket { socket, .. } => drop(socket.shutdown(Shutdown::Write)),
-            #[cfg(target_os = "linux")]
-            Way::Pipe(pipe) => pipe.end_sending(),
-        }
+        self.pipe.end_sending();
     }
 
     /// Ends the connection in both directions.
     pub fn close(&self) {
-        match &self.way {
-            Way::Socket { socket, .. } => drop(socket.shutdown(Shutdown::Both)),
-            #[cfg(target_os = "linux")]
-            Way::Pipe(pipe) => pipe.close(),
-        }
+        self.pipe.close();
     }
 }
 
-impl Way {
-    fn socket(stream: SecureStream) -> io::Result<Self> {
-        let socket = stream.socket().try_clone()?;
-        socket.set_nonblocking(true)?;
-        Ok(Way::Socket { socket, stream: Mutex::new(stream) })
-    }
-
-    #[cfg(target_os = "linux")]
-    fn call(socket: UnixStream, deadline: Instant) -> io::Result<Self> {
-        SharedPipe::call(socket, deadline).map(|pipe| Way::Pipe(Box::new(pipe)))
-    }
-
-    #[cfg(target_os = "linux")]
-    fn welcome(socket: UnixStream) -> io::Result<Self> {
-        SharedPipe::welcome(socket).map(|pipe| Way::Pipe(Box::new(pipe)))
-    }
-
-    #[cfg(all(feature = "verbs", target_os = "linux"))]
-    fn rdma(stream: SecureStream, deadline: Instant) -> io::Result<Self> {
-        crate::verbs::VerbsPipe::meet(stream, deadline).map(|pipe| Way::Pipe(Box::new(pipe)))
-    }
-
-    #[cfg(all(feature = "verbs", target_os = "linux"))]
-    fn check_rdma() -> io::Result<()> {
-        crate::verbs::VerbsPipe::check()
-    }
-
-    #[cfg(not(all(feature = "verbs", target_os = "linux")))]
-    fn rdma(_: SecureStream, _: Instant) -> io::Result<Self> {
-        Way::check_rdma().and(Err(IoKind::Unsupported.into()))
-    }
-
-    #[cfg(not(all(feature = "verbs", target_os = "linux")))]
-    fn check_rdma() -> io::Result<()> {
-        let detail = "this build has no RDMA: build with the feature verbs";
-        Err(io::Error::new(IoKind::Unsupported, detail))
-    }
-
-    #[cfg(not(target_os = "linux"))]
-    fn call(_: UnixStream, _: Instant) -> io::Result<Self> {
-        Err(IoKind::Unsupported.into())
-    }
-
-    #[cfg(not(target_os = "linux"))]
-    fn welcome(_: UnixStream) -> io::Result<Self> {
-        Err(IoKind::Unsupported.into())
-    }
-
-    /// Sends some bytes, or what is kept back if there are none.
-    fn send_some(&self, parts: &[&[u8]]) -> io::Result<usize> {
-        match self {
-            Way::Socket { stream, .. } if parts.is_empty() => lock(stream).flush().map(|()| 0),
-            Way::Socket { stream, .. } => lock(stream).send(&vectors(parts)),
-            #[cfg(target_os = "linux")]
-            Way::Pipe(pipe) => pipe.send(parts),
-        }
-    }
-
-    fn receive_some(&self, place: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Way::Socket { stream, .. } => {
-                let part = libc::iovec { iov_base: place.as_mut_ptr().cast(), iov_len: place.len() };
-                lock(stream).receive(&[part])
-            }
-            #[cfg(target_os = "linux")]
-            Way::Pipe(pipe) => pipe.receive(place),
-        }
-    }
+fn by_socket(stream: SecureStream) -> io::Result<Box<dyn Pipe>> {
+    Ok(Box::new(SocketPipe::new(stream)?))
 }
 
-fn vectors(parts: &[&[u8]]) -> Vec<libc::iovec> {
-    let one = |part: &&[u8]| libc::iovec { iov_base: part.as_ptr().cast_mut().cast(), iov_len: part.len() };
-    parts.iter().map(one).collect()
+/// The calling end, which waits until its deadline, or the called one.
+#[cfg(target_os = "linux")]
+fn by_pages(socket: UnixStream, calls_until: Option<Instant>) -> io::Result<Box<dyn Pipe>> {
+    Ok(Box::new(match calls_until {
+        Some(deadline) => SharedPipe::call(socket, deadline)?,
+        None => SharedPipe::welcome(socket)?,
+    }))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn by_pages(_: UnixStream, _: Option<Instant>) -> io::Result<Box<dyn Pipe>> {
+    Err(IoKind::Unsupported.into())
+}
+
+#[cfg(all(feature = "verbs", target_os = "linux"))]
+fn by_rdma(stream: SecureStream, deadline: Instant) -> io::Result<Box<dyn Pipe>> {
+    Ok(Box::new(crate::verbs::VerbsPipe::meet(stream, deadline)?))
+}
+
+#[cfg(all(feature = "verbs", target_os = "linux"))]
+fn check_rdma() -> io::Result<()> {
+    crate::verbs::VerbsPipe::check()
+}
+
+#[cfg(not(all(feature = "verbs", target_os = "linux")))]
+fn by_rdma(_: SecureStream, _: Instant) -> io::Result<Box<dyn Pipe>> {
+    check_rdma().and(Err(IoKind::Unsupported.into()))
+}
+
+#[cfg(not(all(feature = "verbs", target_os = "linux")))]
+fn check_rdma() -> io::Result<()> {
+    let detail = "this build has no RDMA: build with the feature verbs";
+    Err(io::Error::new(IoKind::Unsupported, detail))
 }
 
 /// Leaves out the first `sent` bytes.
@@ -332,11 +240,11 @@ impl DuplexListener {
                 security.check(port)?;
                 let listener = TcpListener::bind(port).map_err(failed)?;
                 let port = listener.local_addr().map_err(failed)?;
-                let by_rdma = matches!(address, LinkAddress::Rdma(_));
-                if by_rdma {
-                    Way::check_rdma().map_err(failed)?;
+                let is_rdma = matches!(address, LinkAddress::Rdma(_));
+                if is_rdma {
+                    check_rdma().map_err(failed)?;
                 }
-                (Listener::Port(listener, by_rdma), at_port(port, by_rdma))
+                (Listener::Port(listener, is_rdma), at_port(port, is_rdma))
             }
             LinkAddress::Unix(path) => {
                 let listener = bind_file(path).map_err(failed)?;
@@ -359,10 +267,10 @@ impl DuplexListener {
     /// For lack of descriptors; later callers may be accepted.
     pub fn accept(&self) -> io::Result<DuplexCaller> {
         let (socket, pending) = match &self.listener {
-            Listener::Port(listener, by_rdma) => {
+            Listener::Port(listener, is_rdma) => {
                 let (socket, peer) = listener.accept()?;
                 let pending = self.pending.enter(peer.ip(), &socket)?;
-                (CallerSocket::Port(socket, *by_rdma), pending)
+                (CallerSocket::Port(socket, *is_rdma), pending)
             }
             Listener::Unix(listener) => {
                 let (socket, _) = listener.accept()?;
@@ -375,8 +283,8 @@ impl DuplexListener {
     }
 }
 
-fn at_port(port: SocketAddr, by_rdma: bool) -> LinkAddress {
-    if by_rdma { LinkAddress::Rdma(port) } else { LinkAddress::Tcp(port) }
+fn at_port(port: SocketAddr, is_rdma: bool) -> LinkAddress {
+    if is_rdma { LinkAddress::Rdma(port) } else { LinkAddress::Tcp(port) }
 }
 
 /// Listens at a path that only this user may connect to.
@@ -407,18 +315,18 @@ impl DuplexCaller {
     /// Those of the handshake, and when `deadline` has passed.
     pub fn welcome(self, deadline: Instant) -> io::Result<(Duplex, PendingStream)> {
         let DuplexCaller { socket, address, pending, security, silence } = self;
-        let (way, address) = match socket {
-            CallerSocket::Port(socket, by_rdma) => {
-                let here = at_port(socket.local_addr()?, by_rdma);
+        let (pipe, address) = match socket {
+            CallerSocket::Port(socket, is_rdma) => {
+                let here = at_port(socket.local_addr()?, is_rdma);
                 let stream = security.welcome(socket, silence, deadline)?;
-                (if by_rdma { Way::rdma(stream, deadline)? } else { Way::socket(stream)? }, here)
+                (if is_rdma { by_rdma(stream, deadline)? } else { by_socket(stream)? }, here)
             }
             CallerSocket::Unix(socket) => {
                 remaining(deadline)?;
-                (Way::welcome(socket)?, address)
+                (by_pages(socket, None)?, address)
             }
         };
-        Ok((Duplex { way, address, patience: Mutex::new(Patience::new()) }, pending))
+        Ok((Duplex { pipe, address, patience: Mutex::new(Patience::new()) }, pending))
     }
 }
 

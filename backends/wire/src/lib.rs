@@ -1,9 +1,10 @@
 //! Transports that move KV between memories.
 //!
 //! [`InProcessTransport`] connects two ends in one process, [`Shm`] two processes on one host, [`Tcp`] any
-//! two hosts on a network, and `verbs` (a feature) hosts with RDMA. For tests,
-//! `FaultyTransport` injects the faults of a [`FaultPlan`](mixfleet_hal::fault::FaultPlan) into any transport:
-//! corruption, loss and silence. [`Duplex`] is a protected connection for other messages than KV.
+//! two hosts on a network, and `verbs` (a feature) hosts with RDMA. `one_sided` has what they share: each adds
+//! what moves its bytes. [`Duplex`] is a protected connection for other messages than KV. For tests,
+//! `FaultyTransport` injects the faults of a [`FaultPlan`](mixfleet_hal::fault::FaultPlan): corruption, loss
+//! and silence.
 //!
 //! Bytes move while the active end writes, reads or waits. A transfer that has begun continues while the
 //! active end does something else over TCP, where each connection has a thread for that, and over RDMA, where
@@ -39,13 +40,15 @@ mod padded;
 mod pending;
 #[cfg(unix)]
 mod pinned;
-#[cfg(target_os = "linux")]
+#[cfg(unix)]
 mod pipe;
 #[cfg(unix)]
 mod poll;
 mod region;
 #[cfg(unix)]
 mod regions;
+#[cfg(target_os = "linux")]
+mod ring;
 #[cfg(unix)]
 mod security;
 #[cfg(unix)]

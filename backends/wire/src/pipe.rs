@@ -1,21 +1,19 @@
-//! Connections whose bytes lie in a ring at their receiver until they are read.
+//! What a connection of bytes in both directions goes over.
 
-use crate::poll::{self, SPIN, Waitable};
-use mixfleet_hal::cast::to_usize;
-use std::io::{self, ErrorKind as IoKind};
-use std::os::fd::RawFd;
-use std::time::{Duration, Instant};
+use crate::poll::{self, Waitable};
+use crate::stream::SecureStream;
+use std::io;
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::os::fd::AsRawFd;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
-/// Bytes that may be on their way in one direction: several pieces of data, which a core's cache holds.
-pub(crate) const RING_BYTES: usize = 512 << 10;
-/// Room that a sender waits for once there is none.
-const ROOM_BYTES: usize = RING_BYTES / 4;
-/// How long a sender without room sleeps between two looks.
-const NAP: Duration = Duration::from_micros(50);
+/// How long a sender whose peer takes nothing waits before it looks again whether something came.
+pub(crate) const LOOK: Duration = Duration::from_millis(10);
 
 /// One end of such a connection.
 pub(crate) trait Pipe: Send + Sync {
-    /// Writes some bytes of `parts`, and returns how many.
+    /// Writes some bytes of `parts`, or what is kept back if there are none, and returns how many.
     ///
     /// # Errors
     /// `WouldBlock` if there is no room.
@@ -27,18 +25,20 @@ pub(crate) trait Pipe: Send + Sync {
     /// `WouldBlock` if nothing has arrived yet.
     fn receive(&self, place: &mut [u8]) -> io::Result<usize>;
 
-    /// Whether bytes have arrived, or counters that end the connection.
+    /// Whether bytes have arrived, or what ends the connection.
     fn has_bytes(&self) -> io::Result<bool>;
-
-    /// Bytes that can be written now.
-    fn room(&self) -> io::Result<usize>;
 
     /// Sleeps until bytes have arrived, the peer has ended or the time is over; says whether it may be one of
     /// the first two.
     fn sleep(&self, timeout: Option<Duration>) -> io::Result<bool>;
 
-    /// The socket whose end is the connection's.
-    fn fd(&self) -> RawFd;
+    /// Waits a little until bytes can be sent, or received by `meanwhile`, which then returns true.
+    fn wait_to_send(&self, meanwhile: &mut dyn FnMut() -> io::Result<bool>) -> io::Result<()>;
+
+    /// The address of the other end, where it has one of its own.
+    fn peer(&self) -> Option<io::Result<SocketAddr>> {
+        None
+    }
 
     /// Ends the direction in which this end sends.
     fn end_sending(&self);
@@ -58,47 +58,70 @@ impl Waitable for &dyn Pipe {
     }
 }
 
-/// Waits at most `limit` until there is room, or something has arrived.
-///
-/// # Errors
-/// `BrokenPipe` if nobody reads any more.
-pub(crate) fn wait_for_room(pipe: &dyn Pipe, limit: Duration) -> io::Result<()> {
-    let begun = Instant::now();
-    loop {
-        let waited = begun.elapsed();
-        if pipe.room()? >= ROOM_BYTES || pipe.has_bytes()? || waited >= limit {
+/// A socket, with or without TLS.
+pub(crate) struct SocketPipe {
+    socket: TcpStream,
+    stream: Mutex<SecureStream>,
+}
+
+impl SocketPipe {
+    pub(crate) fn new(stream: SecureStream) -> io::Result<Self> {
+        let socket = stream.socket().try_clone()?;
+        socket.set_nonblocking(true)?;
+        Ok(SocketPipe { socket, stream: Mutex::new(stream) })
+    }
+
+    fn with<T>(&self, work: impl FnOnce(&mut SecureStream) -> io::Result<T>) -> io::Result<T> {
+        work(&mut self.stream.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Waits for `events`, and returns those that came.
+    fn poll(&self, events: libc::c_short, timeout: Option<Duration>) -> io::Result<libc::c_short> {
+        let mut entry = libc::pollfd { fd: self.socket.as_raw_fd(), events, revents: 0 };
+        poll::wait(std::slice::from_mut(&mut entry), timeout)?;
+        Ok(entry.revents)
+    }
+}
+
+impl Pipe for SocketPipe {
+    fn send(&self, parts: &[&[u8]]) -> io::Result<usize> {
+        let one =
+            |part: &&[u8]| libc::iovec { iov_base: part.as_ptr().cast_mut().cast(), iov_len: part.len() };
+        let parts: Vec<libc::iovec> = parts.iter().map(one).collect();
+        self.with(|stream| if parts.is_empty() { stream.flush().map(|()| 0) } else { stream.send(&parts) })
+    }
+
+    fn receive(&self, place: &mut [u8]) -> io::Result<usize> {
+        let part = libc::iovec { iov_base: place.as_mut_ptr().cast(), iov_len: place.len() };
+        self.with(|stream| stream.receive(&[part]))
+    }
+
+    fn has_bytes(&self) -> io::Result<bool> {
+        Pipe::sleep(self, Some(Duration::ZERO))
+    }
+
+    fn sleep(&self, timeout: Option<Duration>) -> io::Result<bool> {
+        Ok(self.poll(libc::POLLIN, timeout)? != 0)
+    }
+
+    fn wait_to_send(&self, meanwhile: &mut dyn FnMut() -> io::Result<bool>) -> io::Result<()> {
+        let came = self.poll(libc::POLLOUT | libc::POLLIN, Some(LOOK))?;
+        let can_send = came & !libc::POLLIN != 0;
+        if can_send || came == 0 || meanwhile()? {
             return Ok(());
         }
-        if waited < SPIN {
-            std::thread::yield_now();
-            continue;
-        }
-        let mut entry = libc::pollfd { fd: pipe.fd(), events: 0, revents: 0 };
-        poll::wait(std::slice::from_mut(&mut entry), Some(Duration::ZERO))?;
-        if entry.revents != 0 {
-            return Err(IoKind::BrokenPipe.into());
-        }
-        std::thread::sleep(NAP);
+        self.poll(libc::POLLOUT, Some(LOOK)).map(drop)
     }
-}
 
-/// The bytes between two counters, one of which follows what the peer says.
-pub(crate) fn between(written: u64, read: u64) -> io::Result<usize> {
-    let bytes = to_usize(written.wrapping_sub(read));
-    if bytes > RING_BYTES {
-        let detail = format!("{bytes} bytes in a ring of {RING_BYTES}");
-        return Err(io::Error::new(IoKind::InvalidData, detail));
+    fn peer(&self) -> Option<io::Result<SocketAddr>> {
+        Some(self.socket.peer_addr())
     }
-    Ok(bytes)
-}
 
-/// Calls `each` with the parts of `bytes` bytes that begin with a ring's `number`th one: one or two, each by
-/// its place in the ring, its place in the whole, and its length.
-pub(crate) fn parts(number: u64, bytes: usize, mut each: impl FnMut(usize, usize, usize)) {
-    let at = to_usize(number % RING_BYTES as u64);
-    let first = bytes.min(RING_BYTES - at);
-    each(at, 0, first);
-    if first < bytes {
-        each(0, first, bytes - first);
+    fn end_sending(&self) {
+        let _ = self.socket.shutdown(Shutdown::Write);
+    }
+
+    fn close(&self) {
+        let _ = self.socket.shutdown(Shutdown::Both);
     }
 }

@@ -8,9 +8,10 @@
 
 use super::hello::{is_sealed, receive_answer, send_answer, user_of};
 use crate::answer::GrantStatus;
-use crate::pipe::{self, Pipe, RING_BYTES, between};
+use crate::pipe::Pipe;
 use crate::poll;
 use crate::region::nameless_file;
+use crate::ring::{self, RING_BYTES, Ring, between};
 use mixfleet_hal::cast::to_u64;
 use std::fs::File;
 use std::io::{self, ErrorKind as IoKind};
@@ -44,12 +45,12 @@ pub(crate) struct SharedPipe {
 }
 
 /// A ring as it lies in the pages.
-struct Ring<'a> {
+struct RingPages<'a> {
     map: &'a memmap2::MmapRaw,
     which: usize,
 }
 
-impl Ring<'_> {
+impl RingPages<'_> {
     fn line(&self, line: usize) -> *mut u8 {
         // SAFETY: the fourth and last line of the second ring is far from the end of the words.
         unsafe { self.map.as_mut_ptr().add((1 + 3 * self.which + line) * LINE_BYTES) }
@@ -77,7 +78,7 @@ impl Ring<'_> {
         // SAFETY: both rings lie behind the words, and a part ends with its ring.
         let begin = unsafe { self.map.as_mut_ptr().add(WORDS_BYTES + self.which * RING_BYTES) };
         // SAFETY: as above.
-        pipe::parts(number, bytes, |at, place, bytes| copy(unsafe { begin.add(at) }, place, bytes));
+        ring::parts(number, bytes, |at, place, bytes| copy(unsafe { begin.add(at) }, place, bytes));
     }
 }
 
@@ -145,16 +146,16 @@ impl SharedPipe {
         Ok(SharedPipe { map, socket, own, written, read, is_closed: AtomicBool::new(false) })
     }
 
-    fn outgoing(&self) -> Ring<'_> {
-        Ring { map: &self.map, which: self.own }
+    fn outgoing(&self) -> RingPages<'_> {
+        RingPages { map: &self.map, which: self.own }
     }
 
-    fn incoming(&self) -> Ring<'_> {
-        Ring { map: &self.map, which: 1 - self.own }
+    fn incoming(&self) -> RingPages<'_> {
+        RingPages { map: &self.map, which: 1 - self.own }
     }
 
     /// Tells the receiver how much is written, and wakes it if it sleeps.
-    fn tell(&self, ring: &Ring<'_>, written: u64) -> io::Result<()> {
+    fn tell(&self, ring: &RingPages<'_>, written: u64) -> io::Result<()> {
         ring.written().store(written, Ordering::Release);
         // either the receiver sees what is written before it sleeps, or its intent to sleep is seen here
         fence(Ordering::SeqCst);
@@ -188,6 +189,17 @@ impl SharedPipe {
             error if error.kind() == IoKind::ConnectionReset => Ok(true),
             error => Err(error),
         }
+    }
+}
+
+impl Ring for SharedPipe {
+    fn room(&self) -> io::Result<usize> {
+        let used = between(*lock(&self.written), self.outgoing().read().load(Ordering::Acquire))?;
+        Ok(RING_BYTES - used)
+    }
+
+    fn fd(&self) -> RawFd {
+        self.socket.as_raw_fd()
     }
 }
 
@@ -253,11 +265,6 @@ impl Pipe for SharedPipe {
         Ok(self.incoming().written().load(Ordering::Acquire) != *lock(&self.read))
     }
 
-    fn room(&self) -> io::Result<usize> {
-        let used = between(*lock(&self.written), self.outgoing().read().load(Ordering::Acquire))?;
-        Ok(RING_BYTES - used)
-    }
-
     fn sleep(&self, timeout: Option<Duration>) -> io::Result<bool> {
         let ring = self.incoming();
         ring.sleeps().store(1, Ordering::Relaxed);
@@ -273,8 +280,8 @@ impl Pipe for SharedPipe {
         Ok(entry.revents != 0 || self.has_bytes()?)
     }
 
-    fn fd(&self) -> RawFd {
-        self.socket.as_raw_fd()
+    fn wait_to_send(&self, meanwhile: &mut dyn FnMut() -> io::Result<bool>) -> io::Result<()> {
+        ring::wait_to_send(self, meanwhile)
     }
 
     fn end_sending(&self) {
@@ -375,7 +382,7 @@ mod tests {
                 assert_eq!(kind(b.receive(&mut [0; 8])), IoKind::InvalidData, "{written}");
             } else if read == 1 {
                 assert_eq!(kind(b.send(&[b"x"])), IoKind::InvalidData, "{read}");
-                assert_eq!(kind(pipe::wait_for_room(&b, LONG)), IoKind::InvalidData, "{read}");
+                assert_eq!(kind(ring::wait_for_room(&b, LONG)), IoKind::InvalidData, "{read}");
             } else {
                 // eight bytes too few are read, which is as if they were on their way
                 assert_eq!(b.send(&[b"x"]).unwrap(), 1);
@@ -407,8 +414,8 @@ mod tests {
     fn a_sender_without_room_learns_that_nobody_reads_any_more() {
         let (a, b) = pair();
         while a.send(&[&[7; 4096]]).is_ok() {}
-        pipe::wait_for_room(&a, Duration::from_millis(1)).unwrap();
+        ring::wait_for_room(&a, Duration::from_millis(1)).unwrap();
         drop(b);
-        assert_eq!(kind(pipe::wait_for_room(&a, LONG)), IoKind::BrokenPipe);
+        assert_eq!(kind(ring::wait_for_room(&a, LONG)), IoKind::BrokenPipe);
     }
 }

@@ -11,9 +11,10 @@
 use super::offer::{ConnectReply, ConnectRequest};
 use super::{Accepted, Verbs, VerbsEndpoint, VerbsOptions, key};
 use crate::key::RegionKey;
-use crate::pipe::{self, Pipe, RING_BYTES, between};
+use crate::pipe::Pipe;
 use crate::poll;
 use crate::region::HostRegion;
+use crate::ring::{self, RING_BYTES, Ring, between};
 use crate::stream::{SecureStream, remaining};
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::memory::SharedMemory;
@@ -296,7 +297,7 @@ impl Sending {
             let (now, later) = part.split_at(part.len().min(room - staged));
             *part = later;
             let mut stored = Ok(());
-            pipe::parts(self.written.wrapping_add(to_u64(staged)), now.len(), |at, from, bytes| {
+            ring::parts(self.written.wrapping_add(to_u64(staged)), now.len(), |at, from, bytes| {
                 if stored.is_ok() {
                     stored = self.staged.store(to_u64(at), &now[from..from + bytes]);
                 }
@@ -305,6 +306,19 @@ impl Sending {
             staged += now.len();
         }
         Ok(staged)
+    }
+}
+
+impl Ring for VerbsPipe {
+    fn room(&self) -> io::Result<usize> {
+        self.take_notices()?;
+        let mut sending = lock(&self.sending);
+        sending.settle(Duration::ZERO)?;
+        self.room_of(&sending)
+    }
+
+    fn fd(&self) -> RawFd {
+        self.socket.as_raw_fd()
     }
 }
 
@@ -327,7 +341,7 @@ impl Pipe for VerbsPipe {
                 break;
             }
             let mut pieces = Vec::with_capacity(2);
-            pipe::parts(sending.written, bytes, |at, _, bytes| {
+            ring::parts(sending.written, bytes, |at, _, bytes| {
                 pieces.push(Piece { local: to_u64(at), remote: to_u64(at), bytes: to_u64(bytes) });
             });
             sending.post(&pieces, to_u32(bytes))?;
@@ -356,7 +370,7 @@ impl Pipe for VerbsPipe {
         }
         let bytes = here.min(place.len());
         let mut loaded = Ok(());
-        pipe::parts(reading.read, bytes, |at, to, bytes| {
+        ring::parts(reading.read, bytes, |at, to, bytes| {
             if loaded.is_ok() {
                 loaded = self.ring.load(to_u64(at), &mut place[to..to + bytes]);
             }
@@ -378,13 +392,6 @@ impl Pipe for VerbsPipe {
         Ok(self.arrived.load(Ordering::Acquire) != lock(&self.reading).read)
     }
 
-    fn room(&self) -> io::Result<usize> {
-        self.take_notices()?;
-        let mut sending = lock(&self.sending);
-        sending.settle(Duration::ZERO)?;
-        self.room_of(&sending)
-    }
-
     fn sleep(&self, timeout: Option<Duration>) -> io::Result<bool> {
         let (channels, fds) = self.verbs.owner.arm(self.key, self.epoch).map_err(other)?;
         let mut entries: Vec<libc::pollfd> = fds.iter().map(poll::readable).collect();
@@ -398,8 +405,8 @@ impl Pipe for VerbsPipe {
         Ok(is_ended || self.has_bytes()?)
     }
 
-    fn fd(&self) -> RawFd {
-        self.socket.as_raw_fd()
+    fn wait_to_send(&self, meanwhile: &mut dyn FnMut() -> io::Result<bool>) -> io::Result<()> {
+        ring::wait_to_send(self, meanwhile)
     }
 
     fn end_sending(&self) {
