@@ -159,6 +159,15 @@ fn lenders_of(id: &str) -> Vec<Predictor> {
     relatives(id).0.filter_map(of).map(|(_, predictor)| predictor.clone()).collect()
 }
 
+/// Returns attention with queries and KV of other dtypes.
+fn attention_in(mut sig: OpSig, queries: DType, keys: DType) -> OpSig {
+    if let OpSig::AttnDecode { x, kv, .. } | OpSig::AttnPrefill { x, kv, .. } = &mut sig {
+        *x = queries;
+        kv.dtype = keys;
+    }
+    sig
+}
+
 /// Returns a point as it was measured and in the dtypes that run the same kernels: f16 as bf16, and attention
 /// whatever the dtype of what surrounds it.
 fn alike(point: &Point) -> Vec<Point> {
@@ -173,47 +182,17 @@ fn alike(point: &Point) -> Vec<Point> {
             };
             also.iter().map(gemm).collect()
         }
-        OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, kv, .. } => {
+        OpSig::AttnDecode { kv, .. } => {
             let also = match kv.dtype {
                 Bf16 => [(Bf16, Bf16), (F16, F16), (F8E4m3, Bf16)],
                 _ => [Bf16, F16, F8E4m3].map(|x| (x, kv.dtype)),
             };
-            let decode = |(x, dtype)| {
-                let kv = KvShape { dtype, ..kv };
-                with(OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv })
-            };
-            also.map(decode).into()
+            also.map(|(x, kv)| with(attention_in(point.sig, x, kv))).into()
         }
-        OpSig::AttnPrefill {
-            tokens,
-            sequences,
-            pairs,
-            kv_tokens,
-            heads,
-            pages_max,
-            window,
-            sinks,
-            kv,
-            ..
-        } => {
+        OpSig::AttnPrefill { .. } => {
             let also =
                 [(Bf16, Bf16), (F16, F16), (F8E4m3, Bf16), (Bf16, F8E4m3), (F16, F8E4m3), (F8E4m3, F8E4m3)];
-            let prefill = |(x, dtype)| {
-                let kv = KvShape { dtype, ..kv };
-                with(OpSig::AttnPrefill {
-                    tokens,
-                    sequences,
-                    pairs,
-                    kv_tokens,
-                    heads,
-                    pages_max,
-                    window,
-                    sinks,
-                    x,
-                    kv,
-                })
-            };
-            also.map(prefill).into()
+            also.map(|(x, kv)| with(attention_in(point.sig, x, kv))).into()
         }
         _ => vec![point.clone()],
     }

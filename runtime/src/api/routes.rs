@@ -7,7 +7,7 @@ use axum::extract::{Extension, MatchedPath, Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{MethodRouter, get, post};
 use serde_json::{Value, json};
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
@@ -40,10 +40,10 @@ impl Api {
             .route("/", get(page::page))
             .route("/v1/models", get(models))
             .route("/v1/models/{*name}", get(model))
-            .route("/v1/completions", post(complete))
-            .route("/v1/chat/completions", post(chat_complete))
-            .route("/v1/embeddings", post(embed))
-            .route("/v1/responses", post(respond))
+            .route("/v1/completions", asked(Endpoint::Completions))
+            .route("/v1/chat/completions", asked(Endpoint::Chat))
+            .route("/v1/embeddings", passed(PassedPath::Embeddings))
+            .route("/v1/responses", passed(PassedPath::Responses))
             .route("/v1/kv", get(kv::describe))
             .route("/v1/kv/read", post(kv::read))
             .route("/v1/kv/write", post(kv::write))
@@ -198,40 +198,24 @@ async fn caches(
     }
 }
 
-async fn complete(
-    State(api): State<Arc<Api>>,
-    Extension(caller): Extension<TenantCaller>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, ApiError> {
-    answer(&api, caller, Endpoint::Completions, &headers, body).await
+/// The handler of an endpoint that a model or an engine answers.
+fn asked(endpoint: Endpoint) -> MethodRouter<Arc<Api>> {
+    post(
+        move |State(api): State<Arc<Api>>,
+              Extension(caller): Extension<TenantCaller>,
+              headers: HeaderMap,
+              body: Body| async move { answer(&api, caller, endpoint, &headers, body).await },
+    )
 }
 
-async fn chat_complete(
-    State(api): State<Arc<Api>>,
-    Extension(caller): Extension<TenantCaller>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, ApiError> {
-    answer(&api, caller, Endpoint::Chat, &headers, body).await
-}
-
-async fn embed(
-    State(api): State<Arc<Api>>,
-    Extension(caller): Extension<TenantCaller>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, ApiError> {
-    pass::answer(&api, caller, PassedPath::Embeddings, &headers, body).await
-}
-
-async fn respond(
-    State(api): State<Arc<Api>>,
-    Extension(caller): Extension<TenantCaller>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, ApiError> {
-    pass::answer(&api, caller, PassedPath::Responses, &headers, body).await
+/// The handler of an endpoint that engines alone answer.
+fn passed(path: PassedPath) -> MethodRouter<Arc<Api>> {
+    post(
+        move |State(api): State<Arc<Api>>,
+              Extension(caller): Extension<TenantCaller>,
+              headers: HeaderMap,
+              body: Body| async move { pass::answer(&api, caller, path, &headers, body).await },
+    )
 }
 
 async fn version() -> Response {
