@@ -197,8 +197,8 @@ plant "a prompt's weights are not rescaled to a larger sink" backends/cpu/src/ke
     's/let keep = scalar_exp::<S>(max - max.max(sink));/let keep = 1.0;/' conformance one_core_conforms mixfleet-cpu
 plant "the first expert's scales serve all" backends/cpu/src/kernels/quantised.rs \
     's/let group = which \* rows.div_ceil(group_rows) + first/let group = first/' conformance one_core_conforms mixfleet-cpu
-plant "sinks join each part of a divided sequence" runtime/src/model/attention.rs \
-    's/let bare = if sinks.is_some() { sizes.partial \* heads } else { rows };/let bare = if sinks.is_some() { 0 } else { rows };/' \
+plant "sinks join each part of a divided sequence" scheduler/src/layers/attention.rs \
+    's/let bare = if self.shape.sinks { partial \* heads } else { rows };/let bare = if self.shape.sinks { 0 } else { rows };/' \
     apart every_family_gives
 # KV of eight bits: by the conformance cases, whose codes are exact, and by hand-overs of the runtime
 plant "a code is cut off and not rounded" hal/src/scaled.rs \
@@ -235,20 +235,20 @@ plant "wgpu rotates the beginning of a head and not its part" $wgsl/elements.wgs
     's/head \* p.s.end + p.s.first + select/head * p.s.end + select/' conformance kernels_with_subgroups mixfleet-wgpu
 plant "what came along with a batch is read after the host has written" backends/wgpu/src/memory.rs \
     's/^        self.change();$//' queue results_that_come mixfleet-wgpu
-plant "rows of other members' experts are added again from the layer before" runtime/src/model/mixture.rs \
-    's/if experts.is_share() {/if false {/' all mixtures_give_the_oracles
-plant "a member takes the rows of the first experts for those of its own" runtime/src/model/mixture.rs \
-    's/words(held.start as usize)/words(0)/' all mixtures_give_the_oracles
+plant "rows of other members' experts are added again from the layer before" scheduler/src/layers/experts.rs \
+    's/if is_share {/if false {/' all mixtures_give_the_oracles
+plant "a member takes the rows of the first experts for those of its own" scheduler/src/layers/experts.rs \
+    's/OpArg::From(Activation::ChoiceStarts, self.constants.first_expert.into())/OpArg::From(Activation::ChoiceStarts, 0)/' all mixtures_give_the_oracles
 plant "keys made of latents lack the factor of scores" runtime/src/model/expanded.rs \
-    's/let factor = f64::from(latent.scale.0) \* f64::from(query).sqrt();/let factor = 1.0;/' all prompts_give_the_same
+    's/let factor = f64::from(self.scale.0) \* f64::from(query).sqrt();/let factor = 1.0;/' all prompts_give_the_same
 plant "prompts of a step have the same pages for keys made of latents" runtime/src/model/expanded.rs \
     's/first += own;/first += own * 0;/' all prompts_give_the_same
 plant "a rotated part of latents goes to keys as its first number" runtime/src/model/latent.rs \
     's/if column == row { 1.0 } else { 0.0 }/if column == 0 { 1.0 } else { 0.0 }/' all prompts_give_the_same
-plant "queries of expanded prompts are taken from the first row on" runtime/src/model/expanded.rs \
-    's/slice.range(bytes(self.lifted, before)/slice.range(bytes(self.lifted * 0, before)/' all prompts_give_the_same
-plant "the cost model lifts queries of prompts that are expanded" scheduler/src/cost/shape.rs \
-    's/if latent.expands(parts, self.page_tokens) { 0 } else { prompts }/prompts/' all every_family_costs
+plant "queries of expanded prompts are taken from the first row on" scheduler/src/layers/latent.rs \
+    's/let elements = u64::from(sizes.lifted()) \*/let elements = 0 */' all prompts_give_the_same
+plant "the cost model lifts queries of prompts that are expanded" scheduler/src/cost/counted.rs \
+    's/std::iter::empty()).lifted();/std::iter::empty()).tokens;/' all every_family_costs
 plant "choices of the experts before a share are computed with its first one" backends/opencl/src/kernels/grouped.cl \
     's/max(first, starts\[0\])/first/' all conformance mixfleet-opencl
 cuda=backends/cuda/src

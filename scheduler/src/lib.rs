@@ -20,6 +20,7 @@ pub mod engines;
 pub mod fleet;
 mod ids;
 pub mod kv;
+pub mod layers;
 pub mod models;
 pub mod places;
 pub mod plan;

@@ -1,6 +1,6 @@
 //! What each level measures: the shapes of public models, cheapest first.
 //!
-//! Products are measured as the engine runs them (`runtime/src/model/graph.rs`): activations and weights
+//! Products are measured as the engine runs them (`scheduler/src/layers`): activations and weights
 //! of one dtype, the two that feed the residual stream added to f32, logits in f32. The (n, k) of four
 //! families, of hidden size 1024, 2048 (TinyLlama 1.1B), 4096 (Llama 3 8B) and 8192 (Llama 3 70B), stand for
 //! the ones in between.

@@ -62,7 +62,7 @@ impl Pages {
         let tokens = to_u32(slots.bytes / 4);
         let sig = OpSig::KvGather { tokens, wire, kv: self.shape };
         let mut args = vec![slots];
-        args.extend(pools(&self.shape, layer));
+        args.extend(pools(&self.shape, layer).cloned());
         args.push(to);
         Cmd::new(sig, &args)
     }
@@ -75,7 +75,7 @@ impl Pages {
         let tokens = to_u32(slots.bytes / 4);
         let sig = OpSig::KvScatter { tokens, wire, kv: self.shape };
         let mut args = vec![from, slots];
-        args.extend(pools(&self.shape, layer));
+        args.extend(pools(&self.shape, layer).cloned());
         Cmd::new(sig, &args)
     }
 }

@@ -7,8 +7,9 @@
 //! [`Partition::attention`]: mixfleet_scheduler::cost::Partition::attention
 
 use super::ModelConfig;
-use super::arena::{Packer, attention_input_bytes, rows_of};
-use super::attention::{Attention, AttentionArena, AttentionInputs, AttentionSizes, AttentionTables};
+use super::arena::{Activations, Packer, attention_input_bytes, rows_of};
+use super::attention::{Attention, AttentionInputs, AttentionTables, attention_sizes};
+use super::bind::{Binder, BoundMemory};
 use super::graph::{Forward, Pass, StepInput, StepShape};
 use super::held::HeldRows;
 use super::leaving::{KvStays, LayerKv, wait_beside};
@@ -17,7 +18,8 @@ use mixfleet_hal::{
     AttendedPart, BufferUsage, Cmd, Collective, DType, Device, Error, ErrorKind, MatrixPart, MemberSlice,
     Queue, Result, Slice, Ticket,
 };
-use mixfleet_scheduler::cost::{MemberShare, Partition};
+use mixfleet_scheduler::cost::{MemberShare, ModelShape, Partition};
+use mixfleet_scheduler::layers::{Activation, AttentionSizes, BufferRoom, LayerOps};
 use std::ops::Range;
 use std::time::Duration;
 
@@ -27,7 +29,9 @@ const FIRST_ATTENDING: usize = 1;
 /// A member that keeps KV and attends to it, and has no weights.
 pub struct AttentionMember {
     attention: Attention,
-    arena: AttentionArena,
+    /// Its share of the model.
+    model: ModelShape,
+    activations: Activations,
     inputs: Slice,
     share: MemberShare,
     /// Which pages it has, of how many members, where pages are divided.
@@ -102,9 +106,12 @@ impl AttentionMember {
         let decodes = if pages.is_some() { tokens } else { u64::from(shape.sequences_max) };
         let alignment = device.limits().alignment_bytes.max(4);
         let alloc = |bytes: u64| device.alloc(bytes.max(4), BufferUsage::Activations);
+        let model = config.cost_shape(shape.activations, shape.kv, shape.block_tokens);
+        let room = BufferRoom { tokens, sequences: shape.sequences_max.into(), decodes };
         Ok(AttentionMember {
             attention,
-            arena: AttentionArena::new(&config, shape.activations, (tokens, decodes), &alloc)?,
+            activations: Activations::new(device, model.attention_buffers(room))?,
+            model,
             inputs: alloc(attention_input_bytes(&config, &shape, decodes, alignment))?,
             share: share.clone(),
             pages,
@@ -126,7 +133,7 @@ impl AttentionMember {
             None => {
                 let decodes = parts.iter().take_while(|part| part.tokens.len() == 1).count();
                 let (decode, prefill) = parts.split_at(decodes);
-                let sizes = AttentionSizes::of(decode, prefill, reaches);
+                let sizes = attention_sizes(decode, prefill, reaches);
                 let tables = AttentionTables::of(decode, prefill, block, &sizes, reaches);
                 (sizes, tables, Held { rows: None, partial: 0, written: None })
             }
@@ -144,9 +151,16 @@ impl AttentionMember {
 
     /// The commands of layer `at`: KV write and attention.
     fn commands(&self, at: usize, pass: &AttentionPass) -> Result<Vec<Cmd>> {
-        let mut list = Vec::with_capacity(4);
-        self.attention.commands(at, &pass.sizes, &pass.inputs, &self.arena, &mut list)?;
-        Ok(list)
+        let memory = BoundMemory {
+            activations: &self.activations,
+            weights: None,
+            attention: Some((&self.attention, &pass.inputs)),
+            inputs: None,
+            layer: at,
+        };
+        let mut list = Binder::new(memory, 4);
+        LayerOps::counted(&self.model).attend(self.attention.window(at), &pass.sizes, &mut list);
+        list.finish()
     }
 
     /// Its part, in `here`, of a matrix that has a row of all `heads` or KV heads per token.
@@ -165,11 +179,12 @@ impl AttentionMember {
     fn received<'a>(&self, device: &'a dyn Device, pass: &'a AttentionPass) -> [MatrixPart<'a>; 3] {
         let AttentionPass { sizes, held, .. } = pass;
         let (rows, written) = ((sizes.tokens, held.rows.as_ref()), (sizes.written, held.written.as_ref()));
-        let (arena, MemberShare { heads, kv_heads, .. }) = (&self.arena, &self.share);
+        let MemberShare { heads, kv_heads, .. } = &self.share;
+        let of = |buffer| (device, self.activations.of(buffer));
         [
-            self.part((device, &arena.q), heads, rows),
-            self.part((device, &arena.k), kv_heads, written),
-            self.part((device, &arena.v), kv_heads, written),
+            self.part(of(Activation::Q), heads, rows),
+            self.part(of(Activation::K), kv_heads, written),
+            self.part(of(Activation::V), kv_heads, written),
         ]
     }
 
@@ -179,13 +194,13 @@ impl AttentionMember {
         let heads = to_u32(self.share.heads.len());
         AttendedPart {
             rows: self.part(
-                (device, &self.arena.attended),
+                (device, self.activations.of(Activation::Attended)),
                 &self.share.heads,
                 (sizes.tokens, held.rows.as_ref()),
             ),
             stat: MemberSlice {
                 device,
-                slice: rows_of(&self.arena.stat, held.partial * heads, 2, DType::F32),
+                slice: rows_of(self.activations.of(Activation::Stats), held.partial * heads, 2, DType::F32),
             },
         }
     }
@@ -261,7 +276,8 @@ impl<'a> ApartBatch<'a> {
     }
 
     /// A matrix of activations on the first member, with a row of so many heads per token.
-    fn matrix(&self, slice: &Slice, heads: u32) -> MemberSlice<'a> {
+    fn matrix(&self, buffer: Activation, heads: u32) -> MemberSlice<'a> {
+        let slice = self.forward.activations().of(buffer);
         let columns = heads * self.forward.config().head_dim;
         let rows = rows_of(slice, self.pass.tokens(), columns, self.forward.shape().activations);
         MemberSlice { device: self.device, slice: rows }
@@ -269,15 +285,15 @@ impl<'a> ApartBatch<'a> {
 
     /// Deals queries, keys and values to the members that attend; returns their bytes.
     fn send(&self, exchange: &mut dyn Collective) -> Result<u64> {
-        let (c, arena) = (self.forward.config(), self.forward.attention_arena());
-        let sent = [(&arena.q, c.heads), (&arena.k, c.kv_heads), (&arena.v, c.kv_heads)];
+        let c = self.forward.config();
+        let sent = [(Activation::Q, c.heads), (Activation::K, c.kv_heads), (Activation::V, c.kv_heads)];
         let received = self.attending.iter().map(|at| at.member.received(at.device, &at.pass));
         let received: Vec<[MatrixPart<'_>; 3]> = received.collect();
         let mut bytes = 0;
-        for (which, (slice, heads)) in sent.into_iter().enumerate() {
+        for (which, (buffer, heads)) in sent.into_iter().enumerate() {
             let parts: Vec<_> = received.iter().map(|parts| parts[which].clone()).collect();
             bytes += parts.iter().map(|part| part.at.slice.bytes).sum::<u64>();
-            exchange.deal(&self.matrix(slice, heads), self.pass.tokens(), &parts)?;
+            exchange.deal(&self.matrix(buffer, heads), self.pass.tokens(), &parts)?;
         }
         Ok(bytes)
     }
@@ -286,7 +302,7 @@ impl<'a> ApartBatch<'a> {
     fn collect(&self, exchange: &mut dyn Collective, layer: usize) -> Result<u64> {
         let (heads, tokens) = (self.forward.config().heads, self.pass.tokens());
         let attended: Vec<AttendedPart<'_>> = self.attending.iter().map(Attends::attended).collect();
-        let to = self.matrix(&self.forward.attention_arena().attended, heads);
+        let to = self.matrix(Activation::Attended, heads);
         let bytes = attended.iter().map(|part| part.rows.at.slice.bytes + part.stat.slice.bytes).sum();
         if self.attending.iter().any(|at| at.pass.held.partial > 0) {
             let (dtype, sinks) = (self.forward.shape().activations, self.forward.config().sinks_in(layer));

@@ -1,60 +1,55 @@
 //! The device memory for the activations and inputs of a step.
 
 use super::ModelConfig;
-use super::attention::{AttentionArena, distinct_windows};
+use super::attention::distinct_windows;
 use super::expanded::ExpandedTables;
-use super::experts::Mixture;
-use super::latent::LatentArena;
 use super::step::StepShape;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::sample::PARAMETER_WORDS;
 use mixfleet_hal::{BufferUsage, DType, Device, Result, Slice};
+use mixfleet_scheduler::layers::{Activation, BufferRoom};
+use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Activation buffers, allocated once for the largest step.
+/// The device memory of steps, allocated once for the largest one.
 #[derive(Debug)]
 pub(super) struct Arena {
     /// Token ids, slots, positions, ranges, block tables and parameters of draws, in one upload per step.
     pub(super) inputs: Slice,
-    pub(super) residual: Slice, // [tokens, hidden] f32
-    pub(super) normed: Slice,   // [tokens, hidden]
-    pub(super) attention: AttentionArena,
-    pub(super) k_raw: Slice, // [tokens, kv_heads, head_dim] before its norm
-    pub(super) gate: Slice, // [tokens, intermediate], or [choices, an expert's] where that is longer; or with up
-    pub(super) up: Slice,   // likewise, or nothing
-    pub(super) inner: Slice, // likewise
-    pub(super) experts: Option<ExpertArena>,
-    pub(super) latent: Option<LatentArena>,
-    pub(super) picked: Slice,  // [sequences, hidden] f32
-    pub(super) logits: Slice,  // [sequences, vocab] f32
-    pub(super) cos_sin: Slice, // [tokens, rotated] f32
+    pub(super) activations: Activations,
+    /// Rows that the order of rows by head is of.
+    ordered: AtomicU32,
 }
 
-/// What a step needs to go through experts.
+/// Buffers of activations.
 #[derive(Debug)]
-pub(super) struct ExpertArena {
-    pub(super) logits: Slice,  // [tokens, experts] f32
-    pub(super) chosen: Slice,  // [tokens, active] u32
-    pub(super) weights: Slice, // [tokens, active] f32
-    pub(super) order: Slice,   // [tokens * active] u32
-    pub(super) starts: Slice,  // [experts + 1] u32
-    pub(super) made: Slice,    // [tokens, active, hidden]
-}
+pub(super) struct Activations([Option<Slice>; Activation::COUNT]);
 
-impl ExpertArena {
-    fn new(
-        experts: &Mixture,
-        (tokens, hidden_bytes): (u64, u64),
-        alloc: &dyn Fn(u64) -> Result<Slice>,
+impl Activations {
+    /// Allocates buffers of these bytes.
+    pub(super) fn new(
+        device: &dyn Device,
+        buffers: impl IntoIterator<Item = (Activation, u64)>,
     ) -> Result<Self> {
-        let (count, active) = (u64::from(experts.routing.experts), u64::from(experts.routing.active));
-        Ok(ExpertArena {
-            logits: alloc(tokens * count * 4)?,
-            chosen: alloc(tokens * active * 4)?,
-            weights: alloc(tokens * active * 4)?,
-            order: alloc(tokens * active * 4)?,
-            starts: alloc((count + 1) * 4)?,
-            made: alloc(tokens * active * hidden_bytes)?,
-        })
+        let mut all = std::array::from_fn(|_| None);
+        for (buffer, bytes) in buffers {
+            let usage = match buffer {
+                // it stays what it is if a device that was lost comes back
+                Activation::PieceFactors => BufferUsage::Weights,
+                _ => BufferUsage::Activations,
+            };
+            all[buffer as usize] = Some(device.alloc(bytes.max(4), usage)?);
+        }
+        Ok(Activations(all))
+    }
+
+    /// The memory of a buffer, if steps here use it.
+    pub(super) fn get(&self, buffer: Activation) -> Option<&Slice> {
+        self.0[buffer as usize].as_ref()
+    }
+
+    /// The memory of a buffer that all steps use.
+    pub(super) fn of(&self, buffer: Activation) -> &Slice {
+        self.get(buffer).unwrap_or_else(|| panic!("no memory was allocated for {buffer:?}"))
     }
 }
 
@@ -67,41 +62,39 @@ impl Arena {
         attends: bool,
     ) -> Result<Self> {
         let (tokens, sequences) = (u64::from(shape.tokens_max), u64::from(shape.sequences_max));
-        let x = shape.activations.size_bytes();
-        let (hidden, vocab) = (u64::from(c.hidden), u64::from(c.vocab));
-        let inner =
-            c.experts.as_ref().map_or(c.intermediate.into(), |experts| experts.inner_length(c.intermediate));
-        let joined = c.experts.as_ref().is_some_and(|experts| experts.clamped.is_some());
-        let kv_cols = u64::from(c.kv_heads * c.head_dim);
         let draw_words = sequences * (u64::from(PARAMETER_WORDS) + 1) + 1;
         let inputs = (2 * tokens + sequences + draw_words) * 4
             + 6 * alignment
             + if attends { attention_input_bytes(c, shape, sequences, alignment) } else { 0 };
-        let alloc = |bytes: u64| device.alloc(bytes.max(4), BufferUsage::Activations);
-        let decodes = if attends { sequences } else { 0 };
+        let room = BufferRoom { tokens, sequences, decodes: if attends { sequences } else { 0 } };
+        let cost = c.cost_shape(shape.activations, shape.kv, shape.block_tokens);
+        let activations = Activations::new(device, cost.buffers(room))?;
+        if let (Some(latent), Some(factors)) = (&c.latent, activations.get(Activation::PieceFactors)) {
+            device.write(factors, bytemuck::cast_slice(&latent.factors()))?;
+        }
         Ok(Arena {
-            inputs: alloc(inputs)?,
-            residual: alloc(tokens * hidden * 4)?,
-            normed: alloc(tokens.max(sequences) * hidden * x)?,
-            attention: AttentionArena::new(c, shape.activations, (tokens, decodes), &alloc)?,
-            k_raw: alloc(if c.qk_norm { tokens * kv_cols * x } else { 0 })?,
-            gate: alloc(tokens * inner * x * if joined { 2 } else { 1 })?,
-            up: alloc(if joined { 0 } else { tokens * inner * x })?,
-            inner: alloc(tokens * inner * x)?,
-            experts: c
-                .experts
-                .as_ref()
-                .map(|experts| ExpertArena::new(experts, (tokens, hidden * x), &alloc))
-                .transpose()?,
-            latent: c
-                .latent
-                .as_ref()
-                .map(|latent| LatentArena::new(device, c, latent, shape, &alloc))
-                .transpose()?,
-            picked: alloc(sequences * hidden * 4)?,
-            logits: alloc(sequences * vocab * 4)?,
-            cos_sin: alloc(tokens * u64::from(c.rotated()) * 4)?,
+            inputs: device.alloc(inputs.max(4), BufferUsage::Activations)?,
+            activations,
+            ordered: AtomicU32::new(0),
         })
+    }
+
+    /// Writes the order of a step's rows by head, where latents are attended to, unless the last step had as
+    /// many. No step may run that reads it.
+    pub(super) fn order_by_head(&self, device: &dyn Device, heads: u32, tokens: u32) -> Result<()> {
+        let [order_buffer, starts_buffer] =
+            [Activation::HeadOrder, Activation::HeadStarts].map(|buffer| self.activations.get(buffer));
+        let (Some(order_buffer), Some(starts_buffer)) = (order_buffer, starts_buffer) else { return Ok(()) };
+        if self.ordered.load(Ordering::Relaxed) == tokens {
+            return Ok(());
+        }
+        let order: Vec<u32> =
+            (0..heads).flat_map(|head| (0..tokens).map(move |token| token * heads + head)).collect();
+        let starts: Vec<u32> = (0..=heads).map(|head| head * tokens).collect();
+        device.write(&rows_of(order_buffer, tokens * heads, 1, DType::U32), bytemuck::cast_slice(&order))?;
+        device.write(&rows_of(starts_buffer, heads + 1, 1, DType::U32), bytemuck::cast_slice(&starts))?;
+        self.ordered.store(tokens, Ordering::Relaxed);
+        Ok(())
     }
 }
 
@@ -168,8 +161,7 @@ mod tests {
                 let all: u64 = device.allocations.lock().unwrap().iter().sum();
                 let taken = all - arena.inputs.buffer.size_bytes();
                 let counted = config.cost_shape(x, x, 8).activation_bytes(tokens_max, sequences_max);
-                // nothing is allocated as 4 bytes, at most twice
-                assert!((counted..=counted + 8).contains(&taken), "{name} in {x}: {taken} for {counted}");
+                assert_eq!(taken, counted, "{name} in {x}");
             }
         }
     }

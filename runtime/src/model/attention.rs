@@ -1,14 +1,13 @@
-//! KV pages on a device, and the commands that write to them and attend to them.
+//! KV pages on a device, and what attention is told of a step.
 
-use super::ModelConfig;
-use super::arena::{Packer, rows_of};
+use super::arena::Packer;
 use super::expanded::ExpandedInputs;
-use super::latent::LatentHeads;
-use super::reach::{KvSizes, visible};
 use super::step::{StepInput, StepShape};
+use super::{ModelConfig, Tensor};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Error, KvShape, OpSig, Result, Slice};
+use mixfleet_hal::{BufferUsage, DType, Device, KvShape, Result, Slice};
 use mixfleet_scheduler::batch::{LayerPages, NO_PAGE};
+use mixfleet_scheduler::layers::{AttentionSizes, KvSizes, StepTable, visible_keys};
 use std::borrow::Cow;
 
 /// The KV of a model, or of some of its heads, on a device. A clone is the same KV.
@@ -16,9 +15,6 @@ use std::borrow::Cow;
 pub(super) struct Attention {
     pools: Vec<(Slice, Slice)>,
     kv: KvShape,
-    heads: u32,
-    /// Dtype of activations.
-    x: DType,
     /// The window of each layer, as its place in `windows`.
     window_of: Vec<usize>,
     /// The distinct windows of the layers.
@@ -28,36 +24,7 @@ pub(super) struct Attention {
     /// Pages in each pool beside those where nothing is read.
     page_count: u32,
     /// The sinks of each layer's heads; none where they are not known.
-    sinks: Option<Vec<Slice>>, // [heads] f32
-    has_sinks: bool,
-}
-
-/// What attention reads and writes beside KV; the rows of decodes come first.
-#[derive(Debug)]
-pub(super) struct AttentionArena {
-    pub(super) q: Slice,        // [tokens, heads, head_dim]
-    pub(super) k: Slice,        // [tokens, kv_heads, head_dim]
-    pub(super) v: Slice,        // [tokens, kv_heads, head_dim]; with latents, these
-    pub(super) attended: Slice, // [tokens, heads, value_dim]; before that, q before its norm
-    pub(super) acc: Slice,      // [decodes, heads, value_dim] f32
-    pub(super) stat: Slice,     // [decodes, heads, 2] f32
-}
-
-/// The sizes of a step's attention.
-pub(super) struct AttentionSizes {
-    pub(super) tokens: u32,
-    /// Rows whose keys and values are written here.
-    pub(super) written: u32,
-    pub(super) decodes: u32,
-    /// The first so many of the decodes, whose other keys are elsewhere.
-    pub(super) partial: u32,
-    pub(super) prefills: u32,
-    pub(super) decode_pages_max: u32,
-    pub(super) prefill_pages_max: u32,
-    /// Whether prefills attend to keys that are made of latents.
-    pub(super) expanded: bool,
-    /// Per distinct window: keys read by decodes, and pairs and keys of prefills.
-    pub(super) kv: Vec<KvSizes>,
+    sinks: Option<Vec<Tensor>>, // [heads] f32
 }
 
 /// The device memory of what attention is told of a step; slots and pages per part of the layers.
@@ -66,8 +33,8 @@ pub(super) struct AttentionInputs {
     /// Ranges per distinct window.
     ranges: Vec<Slice>,
     decode_pages: Vec<Slice>,
-    pub(super) query_start: Slice,
-    pub(super) context: Slice,
+    query_start: Slice,
+    context: Slice,
     prefill_pages: Vec<Slice>,
     /// Of prefills that attend to keys that are made of latents.
     pub(super) expanded: Option<ExpandedInputs>,
@@ -89,64 +56,31 @@ pub(super) fn distinct_windows(config: &ModelConfig) -> Vec<Option<u32>> {
     windows
 }
 
-impl AttentionArena {
-    /// For steps of up to `tokens` rows, of which `decodes` have one token of a sequence.
-    pub(super) fn new(
-        config: &ModelConfig,
-        x: DType,
-        (tokens, decodes): (u64, u64),
-        alloc: &dyn Fn(u64) -> Result<Slice>,
-    ) -> Result<Self> {
-        let c = config;
-        let (q_cols, kv_cols) = (u64::from(c.heads * c.head_dim), u64::from(c.kv_heads * c.head_dim));
-        let x = x.size_bytes();
-        // with latents: these before they are joined to keys, and whole queries
-        let (v_cols, out_cols, attended) = match &c.latent {
-            Some(LatentHeads { lengths, .. }) => {
-                let whole = lengths.kv_rank.max(lengths.nope + lengths.rope);
-                let of = |length: u32| u64::from(c.heads) * u64::from(length);
-                (lengths.kv_rank.into(), of(lengths.kv_rank), of(whole))
-            }
-            None => (kv_cols, q_cols, q_cols),
-        };
-        Ok(AttentionArena {
-            q: alloc(tokens * q_cols * x)?,
-            k: alloc(tokens * kv_cols * x)?,
-            v: alloc(tokens * v_cols * x)?,
-            attended: alloc(tokens * attended * x)?,
-            acc: alloc(decodes * out_cols * 4)?,
-            stat: alloc(decodes * u64::from(c.heads) * 8)?,
-        })
-    }
-}
-
-impl AttentionSizes {
-    /// The first so many rows attend to what is stored.
-    pub(super) fn lifted(&self) -> u32 {
-        if self.expanded { self.decodes } else { self.tokens }
-    }
-
-    /// Of a step whose decodes and prefills these are.
-    pub(super) fn of(
-        decode: &[StepInput<'_>],
-        prefill: &[StepInput<'_>],
-        Reaches { windows, parts }: Reaches<'_>,
-    ) -> AttentionSizes {
-        let pages_max = |inputs: &[StepInput<'_>]| {
-            inputs.iter().map(|p| to_u32(p.pages.len()) / parts).max().unwrap_or(0)
-        };
-        let tokens = prefill.iter().map(|part| part.tokens.len()).sum::<usize>() + decode.len();
-        AttentionSizes {
-            tokens: to_u32(tokens),
-            written: to_u32(tokens),
-            decodes: to_u32(decode.len()),
-            partial: 0,
-            prefills: to_u32(prefill.len()),
-            decode_pages_max: pages_max(decode),
-            prefill_pages_max: pages_max(prefill),
-            expanded: false,
-            kv: windows.iter().map(|&window| KvSizes::of(decode, prefill, window)).collect(),
-        }
+/// The sizes of a step whose decodes and prefills these are.
+pub(super) fn attention_sizes(
+    decode: &[StepInput<'_>],
+    prefill: &[StepInput<'_>],
+    Reaches { windows, parts }: Reaches<'_>,
+) -> AttentionSizes {
+    let pages_max =
+        |inputs: &[StepInput<'_>]| inputs.iter().map(|p| to_u32(p.pages.len()) / parts).max().unwrap_or(0);
+    let tokens = prefill.iter().map(|part| part.tokens.len()).sum::<usize>() + decode.len();
+    let kv = |&window: &Option<u32>| {
+        let decode_tokens = decode.iter().map(|part| visible_keys(part.start, window)).sum();
+        let mut kv = KvSizes { decode_tokens, ..KvSizes::default() };
+        prefill.iter().for_each(|part| kv.add_prefill(&part.prefill(), window));
+        kv
+    };
+    AttentionSizes {
+        tokens: to_u32(tokens),
+        written: to_u32(tokens),
+        decodes: to_u32(decode.len()),
+        partial: 0,
+        prefills: to_u32(prefill.len()),
+        decode_pages_max: pages_max(decode),
+        prefill_pages_max: pages_max(prefill),
+        expanded_pages_max: None,
+        kv: windows.iter().map(kv).collect(),
     }
 }
 
@@ -193,7 +127,7 @@ impl AttentionTables {
         let slots = |part| decode.iter().chain(prefill).flat_map(|p| slots_of(part, p)).collect();
         let ranges = windows.iter().map(|&window| {
             let ends = decode.iter().map(|p| p.start + 1);
-            ends.flat_map(|end| [end - to_u32(visible(end - 1, window)), end]).collect()
+            ends.flat_map(|end| [end - to_u32(visible_keys(end - 1, window)), end]).collect()
         });
         let mut query_start = vec![0];
         for part in prefill {
@@ -275,12 +209,9 @@ impl Attention {
             pages,
             page_count,
             kv,
-            heads: config.heads,
-            x: shape.activations,
             window_of: config.windows.iter().map(place).collect(),
             windows,
             sinks: upload_sinks(device, config)?,
-            has_sinks: config.sinks.is_some(),
         })
     }
 
@@ -299,112 +230,52 @@ impl Attention {
         &self.pools
     }
 
-    /// The latents of layer `at`, and how they are kept.
-    pub(super) fn latents(&self, at: usize) -> (&Slice, KvShape) {
-        (&self.pools[at].0, self.kv)
+    /// The pools of layer `at` that operations take.
+    pub(super) fn pools_of(&self, at: usize) -> impl Iterator<Item = &Slice> {
+        pools(&self.kv, &self.pools[at])
     }
 
-    /// Appends KV write and attention of layer `at`: decodes first, then prefills, unless they attend to keys
-    /// that are made of latents.
-    pub(super) fn commands(
+    /// The number of layer `at`'s window among the distinct ones, and the window.
+    pub(super) fn window(&self, at: usize) -> (usize, Option<u32>) {
+        let which = self.window_of[at];
+        (which, self.windows[which])
+    }
+
+    /// The sinks of layer `at`'s heads, if they are known.
+    pub(super) fn sinks_of(&self, at: usize) -> Option<&Tensor> {
+        self.sinks.as_ref().map(|sinks| &sinks[at])
+    }
+
+    /// What layer `at` is told of a step.
+    pub(super) fn table<'a>(
         &self,
         at: usize,
-        sizes: &AttentionSizes,
-        inputs: &AttentionInputs,
-        arena: &AttentionArena,
-        list: &mut Vec<Cmd>,
-    ) -> Result<()> {
-        let (x, kv, heads, tokens) = (self.x, self.kv, self.heads, sizes.tokens);
-        let (head_dim, value_dim) = (kv.head_dim, kv.value_dim());
-        let sinks = self.sinks.as_ref().map(|sinks| &sinks[at]);
-        if self.has_sinks && sinks.is_none() {
-            return Err(Error::unsupported("the sinks of this model's attention were not loaded here"));
+        inputs: &'a AttentionInputs,
+        table: StepTable,
+    ) -> Option<&'a Slice> {
+        let (part, which) = (self.pages.layers[at].0 as usize, self.window_of[at]);
+        match table {
+            StepTable::Slots => inputs.slots.get(part),
+            StepTable::Ranges => inputs.ranges.get(which),
+            StepTable::DecodePages => inputs.decode_pages.get(part),
+            StepTable::QueryStart => Some(&inputs.query_start),
+            StepTable::Context => Some(&inputs.context),
+            StepTable::PrefillPages => inputs.prefill_pages.get(part),
+            StepTable::PieceFrom(piece) => inputs.expanded.as_ref()?.piece(piece).map(|[from, _]| from),
+            StepTable::PieceTo(piece) => inputs.expanded.as_ref()?.piece(piece).map(|[_, to]| to),
+            StepTable::ExpandedPages => inputs.expanded.as_ref().map(|expanded| &expanded.pages),
+            _ => None,
         }
-        let (pools, part) = (pools(&kv, &self.pools[at]), self.pages.layers[at].0 as usize);
-        if sizes.written > 0 {
-            let k = rows_of(&arena.k, sizes.written, kv.kv_heads * head_dim, x);
-            let v = rows_of(&arena.v, sizes.written, kv.kv_heads * value_dim, x);
-            let sig = OpSig::KvWrite { tokens: sizes.written, x, kv };
-            let mut args: Vec<Slice> = [k, v].into_iter().take(pools.len()).collect();
-            args.push(inputs.slots[part].clone());
-            args.extend(pools.iter().cloned());
-            list.push(Cmd::new(sig, &args)?);
-        }
-
-        let which = self.window_of[at];
-        let (window, kv_sizes) = (self.windows[which], sizes.kv[which]);
-        let rows_from = |slice: &Slice, from: u32, rows: u32, columns: u32| {
-            let row_bytes = u64::from(columns) * x.size_bytes();
-            slice.range(u64::from(from) * row_bytes, u64::from(rows) * row_bytes)
-        };
-        if sizes.decodes > 0 {
-            let (sequences, rows) = (sizes.decodes, sizes.decodes * heads);
-            let acc = rows_of(&arena.acc, rows, value_dim, DType::F32);
-            let stat = rows_of(&arena.stat, rows, 2, DType::F32);
-            let (kv_tokens, pages_max) = (kv_sizes.decode_tokens, sizes.decode_pages_max);
-            let sig = OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv };
-            let (range, pages) = (inputs.ranges[which].clone(), inputs.decode_pages[part].clone());
-            let mut args = vec![rows_from(&arena.q, 0, sequences, heads * head_dim), range, pages];
-            args.extend(pools.iter().cloned());
-            args.extend([acc.clone(), stat.clone()]);
-            list.push(Cmd::new(sig, &args)?);
-            // sinks of rows that others attend to as well join where all parts are
-            let bare = if sinks.is_some() { sizes.partial * heads } else { rows };
-            let mut merge = |from: u32, rows: u32, sinks: Option<&Slice>| -> Result<()> {
-                let part = |slice: &Slice, columns: u32, dtype: DType| {
-                    let row = u64::from(columns) * dtype.size_bytes();
-                    slice.range(u64::from(from) * row, u64::from(rows) * row)
-                };
-                let mut args = vec![part(&acc, value_dim, DType::F32), part(&stat, 2, DType::F32)];
-                args.extend(sinks.cloned());
-                args.push(part(&arena.attended, value_dim, x));
-                let head_dim = value_dim;
-                let sinks = if sinks.is_some() { heads } else { 0 };
-                list.push(Cmd::new(OpSig::AttnMerge { parts: 1, rows, head_dim, sinks, out: x }, &args)?);
-                Ok(())
-            };
-            if bare > 0 {
-                merge(0, bare, None)?;
-            }
-            if bare < rows {
-                merge(bare, rows - bare, sinks)?;
-            }
-        }
-        if sizes.prefills > 0 && !sizes.expanded {
-            let (first, rows) = (sizes.decodes, tokens - sizes.decodes);
-            let sig = OpSig::AttnPrefill {
-                tokens: rows,
-                sequences: sizes.prefills,
-                pairs: kv_sizes.prefill_pairs,
-                kv_tokens: kv_sizes.prefill_tokens,
-                heads,
-                pages_max: sizes.prefill_pages_max,
-                window,
-                sinks: sinks.is_some(),
-                x,
-                kv,
-            };
-            let (query_start, context) = (inputs.query_start.clone(), inputs.context.clone());
-            let q = rows_from(&arena.q, first, rows, heads * head_dim);
-            let out = rows_from(&arena.attended, first, rows, heads * value_dim);
-            let pages = inputs.prefill_pages[part].clone();
-            let mut args = vec![q, query_start, context, pages];
-            args.extend(pools);
-            args.extend(sinks.cloned());
-            args.push(out);
-            list.push(Cmd::new(sig, &args)?);
-        }
-        Ok(())
     }
 }
 
 /// The pools of a layer that operations take.
-pub(crate) fn pools(kv: &KvShape, (keys, values): &(Slice, Slice)) -> Vec<Slice> {
-    [keys, values].into_iter().take(kv.pools() as usize).cloned().collect()
+pub(crate) fn pools<'a>(kv: &KvShape, (keys, values): &'a (Slice, Slice)) -> impl Iterator<Item = &'a Slice> {
+    [keys, values].into_iter().take(kv.pools() as usize)
 }
 
 /// Puts the sinks of each layer on a device, if they are known.
-fn upload_sinks(device: &dyn Device, config: &ModelConfig) -> Result<Option<Vec<Slice>>> {
+fn upload_sinks(device: &dyn Device, config: &ModelConfig) -> Result<Option<Vec<Tensor>>> {
     let (layers, heads) = (config.layers as usize, config.heads as usize);
     let Some(sinks) = config.sinks.as_ref().filter(|sinks| sinks.len() == layers * heads) else {
         return Ok(None);
@@ -412,7 +283,7 @@ fn upload_sinks(device: &dyn Device, config: &ModelConfig) -> Result<Option<Vec<
     let one = |layer: &[f32]| {
         let slice = device.alloc(layer.len() as u64 * 4, BufferUsage::Weights)?;
         device.write(&slice, bytemuck::cast_slice(layer))?;
-        Ok(slice)
+        Ok(Tensor::plain(slice, DType::F32))
     };
     sinks.chunks(heads).map(one).collect::<Result<_>>().map(Some)
 }

@@ -3,9 +3,10 @@
 use super::experts::Mixture;
 use super::latent::LatentHeads;
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{DType, KvShape, LatentKv, RotaryPart, WeightFormat};
+use mixfleet_hal::{DType, KvShape, LatentKv, RotaryPart, Scalar, WeightFormat};
 use mixfleet_scheduler::batch::LayerPages;
 use mixfleet_scheduler::cost::{AttnSplit, ExpertsBy, MemberShare, ModelShape, Partition};
+use mixfleet_scheduler::layers::LayerConstants;
 use std::sync::Arc;
 
 /// A decoder of the Llama family: pre-norm blocks of grouped-query attention and SwiGLU, with the
@@ -170,7 +171,19 @@ impl ModelConfig {
         self.experts.as_ref().filter(|experts| experts.layers.get(layer) == Some(&true))
     }
 
-    /// The model's shape for cost prediction, with these dtypes and this page size.
+    /// Numbers that its operations carry.
+    pub fn constants(&self) -> LayerConstants {
+        let counted = LayerConstants::default();
+        LayerConstants {
+            eps: Scalar(self.norm_eps),
+            clamp: self.experts.as_ref().and_then(|experts| experts.clamped).unwrap_or(counted.clamp),
+            score_scale: self.latent.as_ref().map_or(counted.score_scale, |latent| latent.scale),
+            first_expert: self.experts.as_ref().map_or(0, |experts| experts.held.start),
+        }
+    }
+
+    /// The model's shape, by which its operations are listed and counted, with these dtypes and this page
+    /// size.
     pub fn cost_shape(&self, activation: DType, kv: DType, page_tokens: u32) -> ModelShape {
         ModelShape {
             hidden: self.hidden,

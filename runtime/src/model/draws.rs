@@ -3,7 +3,8 @@
 use super::arena::{Packer, rows_of};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::sample::{DRAWN_WORDS, Parameters};
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Result, Slice, Support};
+use mixfleet_hal::{BufferUsage, DType, Device, OpSig, Result, Slice, Support};
+use mixfleet_scheduler::layers::{DrawSizes, StepTable};
 use std::sync::OnceLock;
 
 /// Entries of the history that a step has room for, if it has any.
@@ -26,23 +27,15 @@ impl DrawInput<'_> {
         DrawInput { parameters: Parameters::GREEDY, history: &[], tops: 0 };
 }
 
-/// Sizes of a step's draws, rounded up so that steps share recordings.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct DrawSizes {
-    history: u32,
-    tops: u32,
-}
-
-impl DrawSizes {
-    pub(super) fn of<'a>(rows: impl Iterator<Item = &'a DrawInput<'a>>) -> Self {
-        let (mut history, mut tops) = (0, 0);
-        for row in rows {
-            history += row.history.len();
-            tops = tops.max(row.tops);
-        }
-        let rounded = |count: u32, min: u32| if count == 0 { 0 } else { count.next_power_of_two().max(min) };
-        DrawSizes { history: rounded(to_u32(history), HISTORY_MIN), tops: rounded(tops, 1) }
+/// The sizes of the draws of these rows.
+pub(super) fn draw_sizes<'a>(rows: impl Iterator<Item = &'a DrawInput<'a>>) -> DrawSizes {
+    let (mut history, mut tops) = (0, 0);
+    for row in rows {
+        history += row.history.len();
+        tops = tops.max(row.tops);
     }
+    let rounded = |count: u32, min: u32| if count == 0 { 0 } else { count.next_power_of_two().max(min) };
+    DrawSizes { history: rounded(to_u32(history), HISTORY_MIN), tops: rounded(tops, 1) }
 }
 
 /// The device memory of draws.
@@ -135,16 +128,21 @@ impl DrawOutputs {
         std::iter::once(drawn).chain(top).collect()
     }
 
-    /// The command that draws from `logits [rows, cols]`.
-    pub(super) fn command(&self, rows: u32, cols: u32, logits: &Slice) -> Result<Cmd> {
-        let DrawSizes { history, tops } = self.sizes;
-        let mut args = vec![logits.clone(), self.parameters.clone()];
-        if let Some((starts, entries)) = &self.history {
-            args.extend([starts.clone(), entries.clone()]);
+    /// Their sizes.
+    pub(super) fn sizes(&self) -> DrawSizes {
+        self.sizes
+    }
+
+    /// An operand of a draw.
+    pub(super) fn table(&self, table: StepTable) -> Option<&Slice> {
+        match table {
+            StepTable::DrawParameters => Some(&self.parameters),
+            StepTable::HistoryStarts => self.history.as_ref().map(|(starts, _)| starts),
+            StepTable::History => self.history.as_ref().map(|(_, entries)| entries),
+            StepTable::Drawn => Some(&self.drawn),
+            StepTable::Tops => self.top.as_ref(),
+            _ => None,
         }
-        args.push(self.drawn.clone());
-        args.extend(self.top.clone());
-        Cmd::new(OpSig::Sample { rows, cols, history, tops }, &args)
     }
 }
 

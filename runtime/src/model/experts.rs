@@ -204,13 +204,6 @@ impl Mixture {
             ..Experts::new(self.routing.experts, self.routing.active, self.intermediate)
         }
     }
-
-    /// The longest inner layer of a token.
-    pub(super) fn inner_length(&self, plain: u32) -> u64 {
-        let plain = if self.layers.iter().all(|has_experts| *has_experts) { 0 } else { plain };
-        let all = u64::from(self.routing.active) * u64::from(self.intermediate);
-        all.max(u64::from(self.shared)).max(u64::from(plain))
-    }
 }
 
 /// The experts of DeepSeek-V2 and V3, of Kimi K2 and of GLM-4-MoE: the first layers have none, all experts

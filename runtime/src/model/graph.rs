@@ -4,23 +4,21 @@
 //! The residual stream is f32 whatever the dtype of activations: it is read and written once per block, and
 //! rounding it would cost more accuracy than all other roundings together.
 
-use super::arena::{Arena, Packer, rows_of, table_row};
+use super::arena::{Activations, Arena, Packer, rows_of, table_row};
 use super::attention::zeros;
-use super::attention::{
-    Attention, AttentionArena, AttentionInputs, AttentionSizes, AttentionTables, Reaches,
-};
-use super::draws::{DrawArena, DrawOutputs, DrawSizes};
+use super::attention::{Attention, AttentionInputs, AttentionTables, Reaches, attention_sizes};
+use super::bind::{Binder, BoundMemory};
+use super::draws::{DrawArena, DrawOutputs, draw_sizes};
 use super::expanded::{self, ExpandedTables};
-use super::latent::LatentStep;
-use super::mixture::MlpStep;
-use super::product::{Out, embedding, gemm};
-use super::reach::visible;
 use super::rope_table::RopeTable;
 pub use super::step::{StepInput, StepShape};
-use super::{HeadWeights, KvWeights, ModelConfig, Tensor, Weights};
+use super::{ModelConfig, Weights};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{Cmd, DType, Device, Error, OpSig, Result, Scalar, Slice};
-use mixfleet_scheduler::cost::MemberShare;
+use mixfleet_hal::{Cmd, DType, Device, Error, Result, Slice};
+use mixfleet_scheduler::cost::{MemberShare, ModelShape};
+use mixfleet_scheduler::layers::{
+    Activation, AttentionSizes, DrawSizes, LayerConstants, LayerOps, StepTable, Weight, visible_keys,
+};
 use std::sync::Arc;
 
 /// Minimum row length of the block table in a recorded step, so that short sequences share a recording.
@@ -37,7 +35,7 @@ fn bucket(decodes: u32) -> u32 {
 /// A step whose inputs are on the device; its commands are built list by list.
 pub struct Pass {
     sizes: Sizes,
-    inputs: Inputs,
+    inputs: StepInputs,
     key: Option<StepKey>,
 }
 
@@ -71,6 +69,9 @@ impl Pass {
 /// A model on a device, ready to run steps.
 pub struct Forward {
     config: Arc<ModelConfig>,
+    /// What is here of the model, as its operations are listed by.
+    model: ModelShape,
+    constants: LayerConstants,
     /// None where others' KV is kept and nothing computed.
     weights: Option<Weights>,
     shape: StepShape,
@@ -81,20 +82,31 @@ pub struct Forward {
     rope: Arc<RopeTable>,
     alignment: u64,
     replay_pays: bool,
-    /// Rows of the LM head here.
-    logit_cols: u32,
-    /// Whether projections back to the residual stream add to it. They do on the first of the members that
-    /// divide a model; on the others they replace it, so that the sum over all members is the residual.
+    /// Whether projections back to the residual stream add to it ([`LayerOps::adds`]).
     adds: bool,
 }
 
 /// The device memory of a step's inputs.
-struct Inputs {
+pub(super) struct StepInputs {
     ids: Slice,
     positions: Slice,
+    rotations: Slice,
     attention: Option<AttentionInputs>,
     picks: Slice,
     draws: Option<DrawOutputs>,
+}
+
+impl StepInputs {
+    /// What the device is told, but of attention.
+    pub(super) fn table(&self, table: StepTable) -> Option<&Slice> {
+        match table {
+            StepTable::Ids => Some(&self.ids),
+            StepTable::Positions => Some(&self.positions),
+            StepTable::Rotations => Some(&self.rotations),
+            StepTable::Picks => Some(&self.picks),
+            _ => self.draws.as_ref()?.table(table),
+        }
+    }
 }
 
 /// The sizes of a step.
@@ -144,9 +156,9 @@ impl Forward {
         let config = Arc::new(config.of_member(share));
         let rope = Arc::new(RopeTable::new(device, &config, &shape)?);
         let whole = Forward::with(device, config, (Some(weights), rope), shape, draws, share.keeps_kv())?;
-        let (logit_cols, adds) = (to_u32(share.vocab.len()), share.is_first());
+        let model = ModelShape { vocab: to_u32(share.vocab.len()), ..whole.model.clone() };
         // members of unlike devices have the same rows only if no device rounds them up
-        Ok(Forward { logit_cols, adds, replay_pays: false, ..whole })
+        Ok(Forward { model, adds: share.is_first(), replay_pays: false, ..whole })
     }
 
     /// The same member for the second of two batches in flight: the same weights, and activations of its own.
@@ -162,8 +174,8 @@ impl Forward {
         };
         let own = (self.weights.clone(), self.rope.clone());
         let second = Forward::with(device, self.config.clone(), own, shape, draws, false)?;
-        let Forward { logit_cols, adds, replay_pays, .. } = *self;
-        Ok(Forward { logit_cols, adds, replay_pays, ..second })
+        let Forward { adds, replay_pays, .. } = *self;
+        Ok(Forward { model: self.model.clone(), adds, replay_pays, ..second })
     }
 
     fn with(
@@ -181,8 +193,9 @@ impl Forward {
         let attention = keeps_kv.then(|| Attention::new(device, &config, &shape, spare)).transpose()?;
         let alignment = device.limits().alignment_bytes.max(4);
         let arena = Arena::new(device, &config, &shape, alignment, keeps_kv)?;
-        let (logit_cols, adds) = (config.vocab, true);
         Ok(Forward {
+            model: config.cost_shape(shape.activations, shape.kv, shape.block_tokens),
+            constants: config.constants(),
             config,
             weights,
             shape,
@@ -192,8 +205,7 @@ impl Forward {
             rope,
             alignment,
             replay_pays,
-            logit_cols,
-            adds,
+            adds: true,
         })
     }
 
@@ -209,7 +221,7 @@ impl Forward {
 
     /// Whether logits are computed here.
     pub(super) fn has_head(&self) -> bool {
-        self.weights.as_ref().is_some_and(|weights| weights.head.is_some())
+        self.weights.as_ref().is_some_and(|weights| weights.get(0, Weight::LmHead).is_some())
     }
 
     /// Whether steps can run, for which it has weights.
@@ -253,29 +265,29 @@ impl Forward {
         sizes.picks.extend(decodes..rows);
         for (kv, &window) in sizes.rows.kv.iter_mut().zip(windows) {
             let last = (pages_max * self.shape.block_tokens).min(self.config.context_max) - 1;
-            kv.decode_tokens = u64::from(rows) * visible(last, window);
+            kv.decode_tokens = u64::from(rows) * visible_keys(last, window);
         }
         Some(StepKey { decodes: rows, pages_max, draws: sizes.draws })
     }
 
     /// The logits of a step: `[rows, vocab]` f32, one row per part with `sample`, in order.
     pub fn logits(&self, step: &Pass) -> Slice {
-        rows_of(&self.arena.logits, step.rows(), self.config.vocab, DType::F32)
+        rows_of(self.activations().of(Activation::Logits), step.rows(), self.config.vocab, DType::F32)
     }
 
     /// The logits of a step that are computed here: `[rows, rows of the LM head]` f32.
     pub(super) fn own_logits(&self, step: &Pass) -> Slice {
-        rows_of(&self.arena.logits, step.rows(), self.logit_cols, DType::F32)
+        rows_of(self.activations().of(Activation::Logits), step.rows(), self.model.vocab, DType::F32)
     }
 
     /// The residual stream of a step: `[tokens, hidden]` f32.
     pub(super) fn step_residual(&self, step: &Pass) -> Slice {
-        self.residual(step.sizes.rows.tokens)
+        rows_of(self.residual_memory(), step.sizes.rows.tokens, self.config.hidden, DType::F32)
     }
 
     /// The memory of the residual streams of all steps.
     pub(super) fn residual_memory(&self) -> &Slice {
-        &self.arena.residual
+        self.activations().of(Activation::Residual)
     }
 
     /// How the layers whose KV is here differ in what they read.
@@ -305,14 +317,17 @@ impl Forward {
             }
         }
         let draws = (self.draws.is_some() && !picks.is_empty())
-            .then(|| DrawSizes::of(parts.iter().filter_map(|part| part.draw.as_ref())));
-        let mut rows = AttentionSizes::of(decode, prefill, self.reaches());
+            .then(|| draw_sizes(parts.iter().filter_map(|part| part.draw.as_ref())));
+        let mut rows = attention_sizes(decode, prefill, self.reaches());
         let latent = self.config.latent.as_ref();
-        rows.expanded = latent.is_some_and(|latent| latent.expands(prefill, self.shape.block_tokens));
+        let block_tokens = self.shape.block_tokens;
+        if latent.is_some_and(|latent| latent.expands(prefill, block_tokens)) {
+            rows.expanded_pages_max = Some(ExpandedTables::pages_max(prefill, block_tokens));
+        }
         Sizes { rows, padding: 0, picks, draws }
     }
 
-    fn upload(&self, device: &dyn Device, parts: &[StepInput<'_>], sizes: &Sizes) -> Result<Inputs> {
+    fn upload(&self, device: &dyn Device, parts: &[StepInput<'_>], sizes: &Sizes) -> Result<StepInputs> {
         let halves = parts.split_at((sizes.rows.decodes - sizes.padding) as usize);
         let padding = sizes.padding as usize;
         let mut packer = Packer { bytes: Vec::new(), alignment: self.alignment, target: &self.arena.inputs };
@@ -324,7 +339,7 @@ impl Forward {
             let mut tables = AttentionTables::of(halves.0, halves.1, block, rows, attention.reaches());
             tables.pad(sizes.padding, attention.first_spare(), rows.decode_pages_max);
             let mut inputs = tables.put(&mut packer);
-            let latent = self.config.latent.as_ref().filter(|_| rows.expanded);
+            let latent = self.config.latent.as_ref().filter(|_| rows.expanded_pages_max.is_some());
             inputs.expanded = latent.map(|latent| {
                 ExpandedTables::of(halves.1, block).put(latent.lengths.piece_tokens(), &mut packer)
             });
@@ -337,7 +352,8 @@ impl Forward {
             }
             _ => None,
         };
-        let inputs = Inputs {
+        let inputs = StepInputs {
+            rotations: self.rope.table().clone(),
             ids: packer.put_words(ids),
             positions: packer.put_words(positions.iter().copied()),
             attention,
@@ -345,9 +361,7 @@ impl Forward {
             draws,
         };
         device.write(&self.arena.inputs.range(0, packer.bytes.len() as u64), &packer.bytes)?;
-        if let Some(latent) = &self.arena.latent {
-            latent.order(device, self.config.heads, sizes.rows.lifted())?;
-        }
+        self.arena.order_by_head(device, self.config.heads, sizes.rows.lifted())?;
         self.rope.extend_to(device, &self.config.rope, positions.iter().copied().max().unwrap_or(0))?;
         Ok(inputs)
     }
@@ -362,25 +376,31 @@ impl Forward {
         Ok(list)
     }
 
+    /// Its operations.
+    fn ops(&self) -> LayerOps<'_> {
+        LayerOps { shape: &self.model, constants: self.constants, adds: self.adds, joins: false }
+    }
+
+    /// What binds about so many operations of layer `layer` to memory.
+    fn binder<'a>(&'a self, layer: usize, pass: &'a Pass, operations: usize) -> Result<Binder<'a>> {
+        let memory = BoundMemory {
+            activations: &self.arena.activations,
+            weights: Some(self.weights()?),
+            attention: self.attention.as_ref().zip(pass.inputs.attention.as_ref()),
+            inputs: Some(&pass.inputs),
+            layer,
+        };
+        Ok(Binder::new(memory, operations))
+    }
+
     /// The commands for the token embedding, where the first layers are, and for the rows of the rope table.
-    pub fn embed(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
-        let (vocab, hidden, tokens) = (self.config.vocab, self.config.hidden, sizes.rows.tokens);
-        let lookup = self.weights()?.embed.as_ref().map(|table| {
-            let mut args = vec![inputs.ids.clone()];
-            args.extend(table.arrays().cloned());
-            args.push(self.residual(tokens));
-            Cmd::new(embedding(tokens, vocab, hidden, table.kind()), &args)
-        });
-        let rope = self.rope.rows(&inputs.positions, tokens, &self.cos_sin(tokens))?;
-        Ok(lookup.transpose()?.into_iter().chain([rope]).collect())
-    }
-
-    fn cos_sin(&self, tokens: u32) -> Slice {
-        rows_of(&self.arena.cos_sin, tokens, self.config.rotated(), DType::F32)
-    }
-
-    fn residual(&self, rows: u32) -> Slice {
-        rows_of(&self.arena.residual, rows, self.config.hidden, DType::F32)
+    pub fn embed(&self, pass: &Pass) -> Result<Vec<Cmd>> {
+        let (tokens, mut list) = (pass.tokens(), self.binder(0, pass, 2)?);
+        if self.weights()?.get(0, Weight::Embedding).is_some() {
+            self.ops().embed(tokens, self.config.vocab, &mut list);
+        }
+        self.ops().rotations(tokens, self.rope.positions(), &mut list);
+        list.finish()
     }
 
     /// The commands of decoder layer `at`.
@@ -392,129 +412,39 @@ impl Forward {
 
     /// The commands of layer `at` from the residual stream to attention's part of it.
     pub(super) fn attention_block(&self, at: usize, pass: &Pass) -> Result<Vec<Cmd>> {
-        let mut list = self.attention_inputs(at, pass)?;
-        if let (Some(attention), Some(inputs)) = (&self.attention, &pass.inputs.attention) {
-            let rows = &pass.sizes.rows;
-            attention.commands(at, rows, inputs, &self.arena.attention, &mut list)?;
-            if let (Some(step), KvWeights::Latent(weights)) =
-                (self.latent_step(rows).filter(|_| rows.expanded), &self.weights()?.layers[at].kv)
-            {
-                step.attend(weights, attention.latents(at), (rows, inputs), &mut list)?;
-            }
+        let (ops, sizes, mut list) = (self.ops(), &pass.sizes.rows, self.binder(at, pass, 20)?);
+        ops.attention_inputs(sizes, &mut list);
+        if let Some(attention) = &self.attention {
+            ops.attend(attention.window(at), sizes, &mut list);
         }
-        list.extend(self.attention_output(at, pass)?);
-        Ok(list)
+        ops.attention_outputs(sizes, &mut list);
+        list.finish()
+    }
+
+    /// The commands of layer `at` from the residual stream to queries, keys and values.
+    pub(super) fn attention_inputs(&self, at: usize, pass: &Pass) -> Result<Vec<Cmd>> {
+        let mut list = self.binder(at, pass, 8)?;
+        self.ops().attention_inputs(&pass.sizes.rows, &mut list);
+        list.finish()
     }
 
     /// The commands of layer `at` from what was attended to, to the residual stream.
-    pub(super) fn attention_output(&self, at: usize, Pass { sizes, .. }: &Pass) -> Result<Vec<Cmd>> {
-        let (w, c, x) = (&self.weights()?.layers[at], &self.config, self.shape.activations);
-        let (tokens, mut list) = (sizes.rows.tokens, Vec::with_capacity(2));
-        let residual = self.residual(tokens);
-        let (attended, columns) = match (self.latent_step(&sizes.rows), &w.kv) {
-            (Some(step), KvWeights::Latent(weights)) => {
-                (step.values(weights, &mut list)?, c.heads * step.latent.lengths.v)
-            }
-            _ => {
-                let columns = c.heads * c.head_dim;
-                (rows_of(&self.arena.attention.attended, tokens, columns, x), columns)
-            }
-        };
-        let (o_bias, out) = (w.o_bias.as_ref(), self.back(&residual));
-        list.push(gemm(tokens, &attended, x, &w.o, o_bias, c.hidden, columns, out)?);
-        Ok(list)
+    pub(super) fn attention_output(&self, at: usize, pass: &Pass) -> Result<Vec<Cmd>> {
+        let mut list = self.binder(at, pass, 2)?;
+        self.ops().attention_outputs(&pass.sizes.rows, &mut list);
+        list.finish()
     }
 
-    /// What latent attention needs of a step; none for other attention.
-    fn latent_step(&self, rows: &AttentionSizes) -> Option<LatentStep<'_>> {
-        Some(LatentStep {
-            config: &self.config,
-            latent: self.config.latent.as_ref()?,
-            attention: &self.arena.attention,
-            arena: self.arena.latent.as_ref()?,
-            tokens: rows.tokens,
-            lifted: rows.lifted(),
-            x: self.shape.activations,
-        })
-    }
-
-    /// Queries, keys, values and what was attended to of a step's rows.
-    pub(super) fn attention_arena(&self) -> &AttentionArena {
-        &self.arena.attention
-    }
-
-    /// What a projection back to the residual stream does with it.
-    fn back<'a>(&self, residual: &'a Slice) -> Out<'a> {
-        if self.adds { Out::Add(residual) } else { Out::Set(residual, DType::F32) }
+    /// Buffers of activations.
+    pub(super) fn activations(&self) -> &Activations {
+        &self.arena.activations
     }
 
     /// The commands of layer `at` after attention.
-    pub(super) fn mlp_block(&self, at: usize, Pass { sizes, .. }: &Pass) -> Result<Vec<Cmd>> {
-        let (w, c, x, arena) =
-            (&self.weights()?.layers[at], &self.config, self.shape.activations, &self.arena);
-        let tokens = sizes.rows.tokens;
-        let mut list = Vec::with_capacity(5);
-        let residual = self.residual(tokens);
-        let normed = rows_of(&arena.normed, tokens, c.hidden, x);
-        list.push(self.norm(tokens, c.hidden, (&residual, DType::F32), &w.mlp_norm, &normed)?);
-        let step = MlpStep { config: c, arena, tokens, x, normed: &normed };
-        match (&w.mlp, &w.experts) {
-            (Some(mlp), None) => step.mlp(mlp, c.intermediate, self.back(&residual), &mut list)?,
-            (shared, Some(experts)) => {
-                step.experts(at, (shared.as_ref(), experts), (&residual, self.adds), &mut list)?;
-            }
-            (None, None) => {}
-        }
-        Ok(list)
-    }
-
-    /// The commands of layer `at` from the residual stream to queries, keys and values: norm, projections,
-    /// per-head norms and rope.
-    pub(super) fn attention_inputs(&self, at: usize, Pass { sizes, .. }: &Pass) -> Result<Vec<Cmd>> {
-        let (w, mut list) = (&self.weights()?.layers[at], Vec::with_capacity(20));
-        let (c, x, arena, tokens) = (&self.config, self.shape.activations, &self.arena, sizes.rows.tokens);
-        let (q_cols, kv_cols) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
-        let normed = rows_of(&arena.normed, tokens, c.hidden, x);
-        list.push(self.norm(
-            tokens,
-            c.hidden,
-            (&self.residual(tokens), DType::F32),
-            &w.attn_norm,
-            &normed,
-        )?);
-        let [k_weight, v_weight] = match &w.kv {
-            KvWeights::Apart(weights) => weights,
-            KvWeights::Latent(weights) => {
-                let none = || Error::invalid("latents without latent attention");
-                let step = self.latent_step(&sizes.rows).ok_or_else(none)?;
-                step.inputs((weights, &w.q), &normed, &self.cos_sin(tokens), &mut list)?;
-                return Ok(list);
-            }
-        };
-        let q = rows_of(&arena.attention.q, tokens, q_cols, x);
-        let k = rows_of(&arena.attention.k, tokens, kv_cols, x);
-        let v = rows_of(&arena.attention.v, tokens, kv_cols, x);
-        let (q_raw, k_raw) = if c.qk_norm {
-            (rows_of(&arena.attention.attended, tokens, q_cols, x), rows_of(&arena.k_raw, tokens, kv_cols, x))
-        } else {
-            (q.clone(), k.clone())
-        };
-        let mut project = |weight: &Tensor, bias: Option<&Tensor>, n, out| -> Result<()> {
-            list.push(gemm(tokens, &normed, x, weight, bias, n, c.hidden, Out::Set(out, x))?);
-            Ok(())
-        };
-        project(&w.q, w.q_bias.as_ref(), q_cols, &q_raw)?;
-        project(k_weight, w.k_bias.as_ref(), kv_cols, &k_raw)?;
-        project(v_weight, w.v_bias.as_ref(), kv_cols, &v)?;
-        if let (Some(q_norm), Some(k_norm)) = (&w.q_norm, &w.k_norm) {
-            list.push(self.norm(tokens * c.heads, c.head_dim, (&q_raw, x), q_norm, &q)?);
-            list.push(self.norm(tokens * c.kv_heads, c.head_dim, (&k_raw, x), k_norm, &k)?);
-        }
-        for (slice, heads) in [(&q, c.heads), (&k, c.kv_heads)] {
-            let sig = OpSig::Rope { tokens, heads, head_dim: c.head_dim, part: c.rotary(), x };
-            list.push(Cmd::new(sig, &[slice.clone(), self.cos_sin(tokens)])?);
-        }
-        Ok(list)
+    pub(super) fn mlp_block(&self, at: usize, pass: &Pass) -> Result<Vec<Cmd>> {
+        let mut list = self.binder(at, pass, 8)?;
+        self.ops().mlp(pass.tokens(), self.config.experts_of(at).is_some(), &mut list);
+        list.finish()
     }
 
     /// The commands of final norm, LM head and draw over the rows with `draw`; empty if there are none.
@@ -525,47 +455,20 @@ impl Forward {
     }
 
     /// The commands of final norm and LM head, where the last layers are.
-    pub(super) fn logits_block(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Vec<Cmd>> {
-        let (c, arena, rows) = (&self.config, &self.arena, to_u32(sizes.picks.len()));
-        let Some(HeadWeights { norm, lm_head }) = self.weights()?.head.as_ref().filter(|_| rows > 0) else {
-            return Ok(Vec::new());
-        };
-        let mut list = Vec::new();
-        let mut last = self.residual(sizes.rows.tokens);
-        if rows < sizes.rows.tokens {
-            let picked = rows_of(&arena.picked, rows, c.hidden, DType::F32);
-            let (vocab, hidden) = (sizes.rows.tokens, c.hidden);
-            let sig = OpSig::Embed { tokens: rows, vocab, hidden, table: DType::F32, out: DType::F32 };
-            list.push(Cmd::new(sig, &[inputs.picks.clone(), last, picked.clone()])?);
-            last = picked;
+    pub(super) fn logits_block(&self, pass: &Pass) -> Result<Vec<Cmd>> {
+        let mut list = self.binder(0, pass, 3)?;
+        if self.has_head() {
+            self.ops().logits(to_u32(pass.sizes.picks.len()), pass.tokens(), &mut list);
         }
-        let x = self.shape.activations;
-        let normed = rows_of(&arena.normed, rows, c.hidden, x);
-        list.push(self.norm(rows, c.hidden, (&last, DType::F32), norm, &normed)?);
-        let logits = rows_of(&arena.logits, rows, self.logit_cols, DType::F32);
-        let out = Out::Set(&logits, DType::F32);
-        list.push(gemm(rows, &normed, x, lm_head, None, self.logit_cols, c.hidden, out)?);
-        Ok(list)
+        list.finish()
     }
 
     /// The command of the draw from whole rows of logits; none where there is nothing to draw.
-    pub(super) fn draw_block(&self, Pass { sizes, inputs, .. }: &Pass) -> Result<Option<Cmd>> {
-        let (rows, vocab) = (to_u32(sizes.picks.len()), self.config.vocab);
-        let draws = inputs.draws.as_ref().filter(|_| rows > 0);
-        let logits = rows_of(&self.arena.logits, rows, vocab, DType::F32);
-        draws.map(|draws| draws.command(rows, vocab, &logits)).transpose()
-    }
-
-    fn norm(
-        &self,
-        rows: u32,
-        cols: u32,
-        (x, dtype): (&Slice, DType),
-        weight: &Tensor,
-        out: &Slice,
-    ) -> Result<Cmd> {
-        let (eps, to) = (Scalar(self.config.norm_eps), self.shape.activations);
-        let sig = OpSig::RmsNorm { rows, cols, eps, x: dtype, weight: weight.dtype, out: to };
-        Cmd::new(sig, &[x.clone(), weight.slice.clone(), out.clone()])
+    pub(super) fn draw_block(&self, pass: &Pass) -> Result<Option<Cmd>> {
+        let Some(draws) = &pass.inputs.draws else { return Ok(None) };
+        let mut list = self.binder(0, pass, 1)?;
+        let rows = to_u32(pass.sizes.picks.len());
+        self.ops().draw(rows, self.config.vocab, draws.sizes(), &mut list);
+        Ok(list.finish()?.pop())
     }
 }

@@ -4,10 +4,10 @@
 //! some, each takes every row of it that sees a key there: as a decode over the keys of its own pages, one
 //! after another, since the order of keys does not matter to attention.
 
-use super::attention::{AttentionSizes, AttentionTables, Reaches};
+use super::attention::{AttentionTables, Reaches, attention_sizes};
 use super::graph::StepInput;
-use super::reach::{KvSizes, visible};
 use mixfleet_hal::cast::to_u32;
+use mixfleet_scheduler::layers::{AttentionSizes, KvSizes, visible_keys};
 use std::borrow::Cow;
 
 /// What a member does with a step.
@@ -48,7 +48,7 @@ impl OwnPages {
 
     /// The keys here that a query at `position` sees.
     fn range(&self, position: u32, window: Option<u32>) -> [u32; 2] {
-        let first = position + 1 - to_u32(visible(position, window));
+        let first = position + 1 - to_u32(visible_keys(position, window));
         [self.keys_before(first), self.keys_before(position + 1)]
     }
 }
@@ -107,7 +107,7 @@ impl HeldRows {
 
         // pages that are divided among members are of all layers
         let reaches = Reaches { windows, parts: 1 };
-        let mut sizes = AttentionSizes::of(&[], &prefill, reaches);
+        let mut sizes = attention_sizes(&[], &prefill, reaches);
         sizes.tokens = to_u32(rows.len());
         sizes.written = to_u32(written.len());
         sizes.decodes = to_u32(ones.len());
@@ -180,7 +180,7 @@ mod tests {
                 }
                 assert_eq!(written, [1; 11]);
                 if of > 1 {
-                    let expected: Vec<u32> = (14..25).map(|at| visible(at, window) as u32).collect();
+                    let expected: Vec<u32> = (14..25).map(|at| visible_keys(at, window) as u32).collect();
                     assert_eq!(seen, expected, "{window:?} over {of}");
                 }
             }

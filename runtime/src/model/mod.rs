@@ -3,6 +3,7 @@
 pub mod apart;
 mod arena;
 pub(crate) mod attention;
+pub(crate) mod bind;
 pub mod builtin;
 mod byte_level;
 pub mod chat;
@@ -27,17 +28,14 @@ pub mod leaving;
 pub mod load;
 mod made;
 pub mod meeting;
-mod mixture;
 mod names;
 #[cfg(any(test, feature = "testing"))]
 pub mod oracle;
 mod parse;
 pub mod peers;
 mod place;
-pub(crate) mod product;
 mod quantisation;
 pub mod random;
-mod reach;
 mod repack;
 mod rope;
 mod rope_table;

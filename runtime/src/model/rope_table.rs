@@ -3,7 +3,7 @@
 use super::ModelConfig;
 use super::config::Rope;
 use super::graph::StepShape;
-use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Result, Slice};
+use mixfleet_hal::{BufferUsage, Device, Result, Slice};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Positions that are computed at a time, at least.
@@ -43,10 +43,13 @@ impl RopeTable {
         Ok(())
     }
 
-    /// A command that copies the rows of `positions [tokens]` to `out [tokens, width]`.
-    pub(super) fn rows(&self, positions: &Slice, tokens: u32, out: &Slice) -> Result<Cmd> {
-        let (vocab, hidden) = (self.rows, self.width);
-        let sig = OpSig::Embed { tokens, vocab, hidden, table: DType::F32, out: DType::F32 };
-        Cmd::new(sig, &[positions.clone(), self.table.clone(), out.clone()])
+    /// The table, `[positions, width]` f32.
+    pub(super) fn table(&self) -> &Slice {
+        &self.table
+    }
+
+    /// Positions that the table has rows for.
+    pub(super) fn positions(&self) -> u32 {
+        self.rows
     }
 }

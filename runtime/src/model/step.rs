@@ -2,7 +2,9 @@
 
 use super::ModelConfig;
 use super::draws::DrawInput;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, KvShape};
+use mixfleet_scheduler::layers::Prefill;
 
 /// The maximum size of a step, and its dtypes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,4 +48,11 @@ pub struct StepInput<'a> {
     pub pages: &'a [u32],
     /// How the token after the last new one is drawn; none if it is known or not needed.
     pub draw: Option<DrawInput<'a>>,
+}
+
+impl StepInput<'_> {
+    /// It as a piece of a prompt.
+    pub(super) fn prefill(&self) -> Prefill {
+        Prefill { context: self.start, tokens: to_u32(self.tokens.len()), last: self.draw.is_some() }
+    }
 }

@@ -1,6 +1,7 @@
 //! A model's parameters in a device's memory.
 
 use mixfleet_hal::{DType, MatrixKind, Quantised, Slice};
+use mixfleet_scheduler::layers::Weight;
 
 /// A matrix or vector on a device.
 #[derive(Clone, Debug)]
@@ -147,4 +148,55 @@ pub struct HeadWeights {
     pub norm: Tensor,
     /// LM head, `[vocab, hidden]`; the embedding itself if tied.
     pub lm_head: Tensor,
+}
+
+impl Weights {
+    /// A weight of a layer, or of the model; none if it is not here.
+    pub(super) fn get(&self, layer: usize, weight: Weight) -> Option<&Tensor> {
+        let at = self.layers.get(layer);
+        let (mlp, experts) = (|| at?.mlp.as_ref(), || at?.experts.as_ref());
+        let latent = || if let KvWeights::Latent(latent) = &at?.kv { Some(latent) } else { None };
+        let apart = || if let KvWeights::Apart(apart) = &at?.kv { Some(apart) } else { None };
+        let bias = |which: usize| experts()?.biases[which].as_ref();
+        match weight {
+            Weight::Embedding => self.embed.as_ref(),
+            Weight::LastNorm => Some(&self.head.as_ref()?.norm),
+            Weight::LmHead => Some(&self.head.as_ref()?.lm_head),
+            Weight::AttnNorm => Some(&at?.attn_norm),
+            Weight::Q => Some(&at?.q),
+            Weight::K => Some(&apart()?[0]),
+            Weight::V => Some(&apart()?[1]),
+            Weight::O => Some(&at?.o),
+            Weight::QBias => at?.q_bias.as_ref(),
+            Weight::KBias => at?.k_bias.as_ref(),
+            Weight::VBias => at?.v_bias.as_ref(),
+            Weight::OBias => at?.o_bias.as_ref(),
+            Weight::QNorm => at?.q_norm.as_ref(),
+            Weight::KNorm => at?.k_norm.as_ref(),
+            Weight::QDown => latent()?.q_down.as_ref().map(|(down, _)| down),
+            Weight::QDownNorm => latent()?.q_down.as_ref().map(|(_, norm)| norm),
+            Weight::KvDown => Some(&latent()?.kv_down),
+            Weight::KvNorm => Some(&latent()?.kv_norm),
+            Weight::Lift => Some(&latent()?.lift),
+            Weight::Lower => Some(&latent()?.lower),
+            Weight::Keys => latent()?.keys.as_ref(),
+            Weight::MlpNorm => Some(&at?.mlp_norm),
+            Weight::Gate => Some(&mlp()?.gate),
+            Weight::Up => Some(&mlp()?.up),
+            Weight::Down => Some(&mlp()?.down),
+            Weight::GateBias => mlp()?.gate_bias.as_ref(),
+            Weight::UpBias => mlp()?.up_bias.as_ref(),
+            Weight::DownBias => mlp()?.down_bias.as_ref(),
+            Weight::SharedGate => experts()?.shared_gate.as_ref(),
+            Weight::Router => Some(&experts()?.router),
+            Weight::RouterBias => bias(0),
+            Weight::Correction => experts()?.correction.as_ref(),
+            Weight::ExpertGate => Some(&experts()?.gate),
+            Weight::ExpertUp => experts()?.up.as_ref(),
+            Weight::ExpertDown => Some(&experts()?.down),
+            Weight::ExpertGateBias => bias(1),
+            Weight::ExpertDownBias => bias(2),
+            Weight::Sinks | Weight::KvUp | Weight::Unserved => None,
+        }
+    }
 }

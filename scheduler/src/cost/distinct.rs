@@ -1,6 +1,6 @@
 //! The operations that a profile should have to predict the steps of a model.
 
-use super::shape::ModelShape;
+use super::ModelShape;
 use mixfleet_hal::OpSig;
 use std::collections::HashSet;
 

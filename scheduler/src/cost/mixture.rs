@@ -1,323 +1,9 @@
-//! Mixtures of experts: what the experts of a model cost in a step.
-//!
-//! Each row chooses `active` of `count` experts. Were choices independent and even, b rows would touch
-//! `count (1 - (1 - active / count)^b)` of them, and each of these has its weights read once. Where no
-//! product by experts was measured, its time is that of a plain product of equal arithmetic, weights and
-//! results ([`OpSig::equivalent`]). Skewed choices touch fewer experts and make the busiest one slower;
-//! neither is counted.
-//!
-//! Members of an instance that divide whole experts ([`Experts::by_member`]) have unlike numbers of a step's
-//! choices, and all wait for the busiest: [`Experts::busiest`].
+//! What experts exchange in a step, and how many weights they have.
 
-use super::partition::count;
-use super::shape::{LayerWork, push};
-use super::{MemberShare, ModelShape};
-use mixfleet_hal::cast::{to_u32, to_u64};
-use mixfleet_hal::{DType, ExpertRouting, GroupedRows, MatrixKind, OpSig, Scalar, Scoring};
-use serde::{Deserialize, Serialize};
-use std::ops::Range;
-
-/// The experts that take the place of the MLP in some layers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Experts {
-    /// Routed experts of a layer.
-    pub count: u32,
-    /// Experts that a token goes through.
-    pub active: u32,
-    /// Length of an expert's inner layer.
-    pub intermediate: u32,
-    /// Length of the inner layer of all shared experts together, which every token goes through; 0 for none.
-    pub shared: u32,
-    /// First layers, which have a plain MLP instead.
-    pub dense_layers: u32,
-    /// Beyond those, the last of this many consecutive layers has experts, and the others a plain MLP.
-    pub every: u32,
-    /// Whether quantised formats apply to the experts alone, as in the published weights of gpt-oss.
-    #[serde(default)]
-    pub quantised_alone: bool,
-    /// Whether a gate of its own scales what the shared experts make of a row (Qwen2-MoE).
-    #[serde(default)]
-    pub shared_gate: bool,
-    /// Whether an expert's gate and up are one matrix, all of its matrices and the router have biases, and
-    /// its function is clamped (gpt-oss).
-    #[serde(default)]
-    pub clamped: bool,
-    /// How rows choose, if not by a normalised softmax.
-    #[serde(default)]
-    pub routing: Option<ExpertRouting>,
-    /// Whether a bias corrects the choice.
-    #[serde(default)]
-    pub correction: bool,
-    /// Devices of an instance over which whole experts are divided (expert parallelism): each computes the
-    /// rest of the model for its share of the sequences. 1 where devices share everything evenly.
-    #[serde(default = "one")]
-    pub spread: u32,
-    /// Whether members of an instance that divide everything else as in tensor parallelism divide whole
-    /// experts, instead of the columns of each.
-    #[serde(default)]
-    pub by_member: bool,
-    /// Of the experts those whose matrices a member has that divides whole ones with others; all if none.
-    #[serde(default)]
-    pub held: Option<u32>,
-    /// How unlike experts are in the number of tokens that choose them: the standard deviation of these
-    /// numbers over their mean, in the long run. 0 where each is chosen as often.
-    #[serde(default = "none")]
-    pub skew: Scalar,
-}
-
-/// The expected greatest of so many independent normal numbers of mean 0 and deviation 1, from one on.
-const GREATEST_OF: [f64; 8] = [0.0, 0.564, 0.846, 1.029, 1.163, 1.267, 1.352, 1.424];
-
-/// Alpha and limit of gpt-oss, which affect no cost.
-const CLAMP: (Scalar, Scalar) = (Scalar(1.702), Scalar(7.0));
-
-const fn none() -> Scalar {
-    Scalar(0.0)
-}
-
-const fn one() -> u32 {
-    1
-}
-
-impl Experts {
-    /// `count` experts with `intermediate` inner rows in every layer, of which a token goes through `active`.
-    pub const fn new(count: u32, active: u32, intermediate: u32) -> Self {
-        Experts {
-            count,
-            active,
-            intermediate,
-            shared: 0,
-            dense_layers: 0,
-            every: 1,
-            quantised_alone: false,
-            shared_gate: false,
-            clamped: false,
-            routing: None,
-            correction: false,
-            spread: 1,
-            by_member: false,
-            held: None,
-            skew: Scalar(0.0),
-        }
-    }
-
-    /// Choices of the busiest of `members`, each with an equal share of the experts, of `choices` of all.
-    ///
-    /// A member with a share p of the experts has a mean of `c p` of c choices. Which it has deviates by
-    /// `c p (1 - p)` as c draws do, and by `(c p)^2 skew^2 (1 - p) / held` since its own `held` experts are
-    /// chosen more or less often than others in the long run; these are variances. The greatest of `members`
-    /// such numbers lies about as many deviations above the mean as that of normal ones.
-    pub fn busiest(&self, choices: f64, members: u32) -> f64 {
-        let part = 1.0 / f64::from(members.max(1));
-        let (mean, held) = (choices * part, (f64::from(self.count) * part).max(1.0));
-        let by_draw = mean * (1.0 - part);
-        let by_skew = (mean * f64::from(self.skew.0)).powi(2) * (1.0 - part) / held;
-        let at = (members.max(1) as usize).min(GREATEST_OF.len()) - 1;
-        (mean + GREATEST_OF[at] * (by_draw + by_skew).sqrt()).min(choices)
-    }
-
-    /// Layers with experts among `layers`.
-    pub fn layers(&self, layers: u32) -> u32 {
-        let every = self.every.max(1);
-        layers / every - self.dense_layers.min(layers) / every
-    }
-
-    /// Experts that `rows` rows are expected to touch.
-    pub fn touched(&self, rows: f64) -> f64 {
-        let missed = 1.0 - f64::from(self.active) / f64::from(self.count);
-        f64::from(self.count) * (1.0 - missed.max(0.0).powf(rows))
-    }
-
-    /// The rows of a product by experts of `tokens` rows of one device: of choices whose rows of `x` are
-    /// their tokens', or their own. An expert is touched or not, and at least one is.
-    pub fn grouped(&self, tokens: u32, of_tokens: bool) -> GroupedRows {
-        let spread = self.spread.max(1);
-        let experts = self.held.unwrap_or(self.count / spread).max(1);
-        // the rows of all devices choose among the experts that this one holds
-        let part = f64::from(experts) / f64::from(self.count.max(1));
-        let touched = self.touched(f64::from(tokens) * f64::from(spread)) * part;
-        let choices = tokens.saturating_mul(self.active);
-        let own = match self.held {
-            Some(held) if held < self.count && self.by_member => {
-                self.busiest(choices.into(), self.count.div_ceil(held.max(1)))
-            }
-            Some(held) if held < self.count => f64::from(choices) * part,
-            _ => f64::from(choices),
-        };
-        // where there are other experts, any choice may be one of theirs
-        let others_min = u32::from(experts < self.count && spread == 1).min(choices);
-        GroupedRows {
-            choices,
-            fan: if of_tokens { self.active } else { 1 },
-            experts,
-            touched: to_u32(touched.round()).clamp(1, experts),
-            others: (choices - to_u32(own.round()).min(choices)).max(others_min),
-        }
-    }
-
-    /// What a member that has `part` of `whole` columns of the MLP's inner layer has of an inner layer of
-    /// experts. Where there are many columns they are cut between words of codes, of four bits too.
-    pub fn share(inner: u32, part: &Range<u32>, whole: u32) -> Range<u32> {
-        const WORD: u64 = 8;
-        let word = if inner >= 64 && u64::from(inner).is_multiple_of(WORD) { WORD } else { 1 };
-        let at = |column: u32| {
-            let exact = u64::from(inner) * u64::from(column) / u64::from(whole.max(1));
-            to_u32(exact / word * word)
-        };
-        at(part.start)..at(part.end)
-    }
-
-    /// What a member with this share of a model with `whole` columns of the MLP has of them.
-    pub(super) fn of_share(self, share: &MemberShare, whole: u32) -> Self {
-        let MemberShare { layers, experts, .. } = share;
-        Experts {
-            dense_layers: self.dense_layers.min(layers.end).saturating_sub(layers.start),
-            intermediate: count(&share.inner_of_experts(self.intermediate, whole)),
-            shared: count(&Experts::share(self.shared, &share.inner, whole)),
-            by_member: false,
-            held: share.has_whole_experts().then_some(count(experts)),
-            ..self
-        }
-    }
-
-    /// The part of one of `devices` in tensor parallelism.
-    pub(super) fn split(self, devices: u32) -> Self {
-        let shared = self.shared / devices;
-        match self.by_member && devices > 1 {
-            true => Experts { shared, held: Some(self.count.div_ceil(devices)), ..self },
-            false => Experts { shared, intermediate: self.intermediate / devices, ..self },
-        }
-    }
-
-    /// Other devices to which a row is sent on average, where whole experts are divided over devices.
-    pub(super) fn peers(&self) -> f64 {
-        let devices = f64::from(self.spread.max(1));
-        (devices - 1.0) * (1.0 - (1.0 - 1.0 / devices).powf(f64::from(self.active)))
-    }
-}
+use super::ModelShape;
+use mixfleet_hal::cast::to_u64;
 
 impl ModelShape {
-    /// Layers with a plain MLP, and layers with experts.
-    pub fn mlp_layers(&self) -> [u32; 2] {
-        let mixed = self.experts.map_or(0, |experts| experts.layers(self.layers()));
-        [self.layers() - mixed, mixed]
-    }
-
-    /// The longest inner layer of a row over all layers: of all experts that it goes through together.
-    pub(super) fn inner_length(&self) -> u64 {
-        let n = u64::from;
-        let plain = if self.mlp_layers()[0] > 0 { n(self.intermediate) } else { 0 };
-        self.experts.map_or(plain, |experts| {
-            plain.max(n(experts.shared)).max(n(experts.active) * n(experts.intermediate))
-        })
-    }
-
-    /// Bytes of what a row needs beside inner layers to go through experts: logits, choices, and what each
-    /// makes of it.
-    pub(super) fn expert_activation_bytes(&self, experts: &Experts) -> u64 {
-        let n = u64::from;
-        let choices = n(experts.active);
-        4 * n(experts.count) + 12 * choices + choices * n(self.hidden) * self.activation.size_bytes()
-    }
-
-    /// Devices over which whole experts are divided; 1 without expert parallelism.
-    pub fn spread(&self) -> u32 {
-        self.experts.map_or(1, |experts| experts.spread.max(1))
-    }
-
-    /// The same model with whole experts on each of `devices` (expert parallelism); `None` without experts.
-    pub fn with_whole_experts(&self, devices: u32) -> Option<ModelShape> {
-        let experts = Some(Experts { spread: devices, ..self.experts? });
-        Some(ModelShape { experts, ..self.clone() })
-    }
-
-    /// The same model whose whole experts members of an instance divide, as unlike as this (see
-    /// [`Experts::skew`]); `None` without experts.
-    pub fn with_experts_by_member(&self, skew: f32) -> Option<ModelShape> {
-        let experts = Some(Experts { by_member: true, skew: Scalar(skew), ..self.experts? });
-        Some(ModelShape { experts, ..self.clone() })
-    }
-
-    /// The MLPs of all layers over `tokens` rows of one device.
-    pub(super) fn mlp(&self, work: &mut LayerWork, tokens: u32) {
-        let [plain, mixed] = self.mlp_layers().map(u64::from);
-        if plain > 0 {
-            self.plain_mlp(work, tokens, self.intermediate, plain);
-        }
-        if let Some(experts) = self.experts.filter(|_| mixed > 0) {
-            if experts.shared > 0 && experts.shared_gate {
-                self.gated_mlp(work, tokens, experts.shared, mixed);
-            } else if experts.shared > 0 {
-                self.plain_mlp(work, tokens, experts.shared, mixed);
-            }
-            self.route(work, &experts, tokens, mixed);
-        }
-    }
-
-    /// An MLP whose result a gate scales: the choice of one of one.
-    fn gated_mlp(&self, work: &mut LayerWork, tokens: u32, intermediate: u32, layers: u64) {
-        let (x, hidden) = (self.activation, self.hidden);
-        let (join, times) = if work.fused { (2, 1) } else { (1, 2) };
-        push(&mut work.plain, self.router(tokens, 1, false), layers);
-        let routing = ExpertRouting { scoring: Scoring::Sigmoid, ..ExpertRouting::softmax(1, 1, false) };
-        push(&mut work.plain, OpSig::Route { tokens, bias: false, routing }, layers);
-        self.product(work, [tokens, join * intermediate, hidden], false, times * layers);
-        push(
-            &mut work.plain,
-            OpSig::SiluMul { elements: u64::from(tokens) * u64::from(intermediate), x },
-            layers,
-        );
-        self.product(work, [tokens, hidden, intermediate], false, layers);
-        let sum = OpSig::Combine { tokens, active: 1, cols: hidden, x, accumulate: true };
-        push(&mut work.plain, sum, layers);
-    }
-
-    /// The product that gives experts' logits.
-    fn router(&self, m: u32, n: u32, bias: bool) -> OpSig {
-        let (x, weight, out) = (self.activation, self.weight, DType::F32);
-        OpSig::Gemm { m, n, k: self.hidden, x, weight, out, bias, accumulate: false }
-    }
-
-    fn plain_mlp(&self, work: &mut LayerWork, tokens: u32, intermediate: u32, layers: u64) {
-        let x = self.activation;
-        let (join, times) = if work.fused { (2, 1) } else { (1, 2) };
-        self.product(work, [tokens, join * intermediate, self.hidden], self.mlp_bias, times * layers);
-        let elements = u64::from(tokens) * u64::from(intermediate);
-        push(&mut work.plain, OpSig::SiluMul { elements, x }, layers);
-        self.sum(work, [tokens, self.hidden, intermediate], self.mlp_bias, layers);
-    }
-
-    /// The routed experts: the gate, the choice, three products by experts, and the sum of what they make.
-    fn route(&self, work: &mut LayerWork, experts: &Experts, tokens: u32, layers: u64) {
-        let (x, weight, bias) = (self.activation, self.weight, experts.clamped);
-        push(&mut work.plain, self.router(tokens, experts.count, bias), layers);
-        let routing = experts.routing.unwrap_or(ExpertRouting::softmax(experts.count, experts.active, true));
-        push(&mut work.plain, OpSig::Route { tokens, bias: experts.correction, routing }, layers);
-
-        let product = |of_tokens, n, k| {
-            let grouped = experts.grouped(tokens, of_tokens);
-            OpSig::GroupedGemm { grouped, n, k, x, weight: MatrixKind::Plain(weight), out: x, bias }
-        };
-        let (join, times) = if work.fused || experts.clamped { (2, 1) } else { (1, 2) };
-        let (inner, hidden) = (experts.intermediate, self.hidden);
-        push(&mut work.stored, product(true, join * inner, hidden), times * layers);
-        let elements = u64::from(tokens) * u64::from(experts.active) * u64::from(inner);
-        let activation = match experts.clamped {
-            true => OpSig::ClampedSwiglu { elements, alpha: CLAMP.0, limit: CLAMP.1, x },
-            false => OpSig::SiluMul { elements, x },
-        };
-        push(&mut work.plain, activation, layers);
-        if experts.held.is_some_and(|held| held < experts.count) {
-            // what other members' experts make of a row counts as nothing here
-            let bytes = u64::from(tokens) * u64::from(experts.active) * u64::from(hidden) * x.size_bytes();
-            push(&mut work.plain, OpSig::Fill { bytes, word: 0 }, layers);
-        }
-        push(&mut work.stored, product(false, hidden, inner), layers);
-        let sum = OpSig::Combine { tokens, active: experts.active, cols: hidden, x, accumulate: true };
-        push(&mut work.plain, sum, layers);
-    }
-
     /// Bytes that one device sends to its peers in a step of `rows` rows of all devices, for all layers with
     /// experts, once; the results come back in as many.
     pub(super) fn exchanged_bytes(&self, rows: u32) -> f64 {
@@ -355,12 +41,13 @@ pub(super) fn share_keys(kv_tokens: u64, batch: u32, spread: u32) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{AllReduce, CostModel, EngineCost, ProfileCost};
+    use super::super::{AllReduce, CostModel, EngineCost, Experts, MemberWork, ProfileCost};
     use super::*;
     use crate::models::find;
     use mixfleet_hal::catalog::part;
     use mixfleet_hal::random::Stream;
     use mixfleet_hal::units::Seconds;
+    use mixfleet_hal::{DType, MatrixKind, OpSig, Scalar};
     use std::collections::HashSet;
 
     #[test]
@@ -470,7 +157,7 @@ mod tests {
             _ => 0.0,
         };
         // with the up-projections of latents as they are stored: here they are decoded and taken apart
-        shape.dense_ops(rows, true).stored.iter().map(bytes).sum()
+        shape.dense_ops(rows, MemberWork::All, true).stored.iter().map(bytes).sum()
     }
 
     /// A step of one row reads what is active, a large one everything that is resident.
@@ -499,7 +186,7 @@ mod tests {
         let active = model.parameters().active() - model.parameters().tables;
         // where rows do not fill experts evenly, a touched expert's rows are rounded
         for (rows, error) in [(1, 0.01), (64, 0.25), (4096, 0.01)] {
-            let work = shape.dense_ops(rows, true);
+            let work = shape.dense_ops(rows, MemberWork::All, true);
             let all = work.plain.iter().chain(&work.stored);
             let flops: f64 = all
                 .filter(|(sig, _)| matches!(sig, OpSig::Gemm { .. } | OpSig::GroupedGemm { .. }))

@@ -3,12 +3,13 @@
 mod calibrated;
 mod collective;
 mod copies;
+mod counted;
 mod distinct;
 mod engine;
 mod knots;
-mod latent;
+#[cfg(test)]
+mod latent_tests;
 mod learn;
-mod linear;
 mod link;
 mod lockstep;
 mod mixture;
@@ -18,7 +19,6 @@ mod parameters;
 mod partition;
 mod pipeline;
 mod profiled;
-mod shape;
 mod spare;
 mod stored;
 mod tables;
@@ -26,22 +26,21 @@ mod tables;
 pub use calibrated::{CalibratedCost, CalibrationRatios, StepCalibration, StepPoint};
 pub use collective::{AllReduce, DEVICES_MAX, Fabric, Interconnect};
 pub use copies::{KvCopy, KvCopyCost, PIECE_BYTES, PieceCost};
+pub use counted::OpCounts;
 pub use engine::EngineCost;
-pub use latent::{EXPANDED_TOKENS, LatentAttention};
 pub use learn::{Corrections, DECLARED_WITHIN, MeasuredSteps, PREFILL_SIZES, STEP_SIZES, SizedCorrections};
 pub(crate) use learn::{FADES_AFTER, Learner, Overhead};
-pub use linear::LinearAttention;
 pub use link::LinkCost;
 pub use lockstep::{Attending, LockstepCost};
-pub use mixture::Experts;
 pub use offload::{AttnBytes, AttnSplit, MemberWork};
 pub use parameters::ParameterCount;
 pub use partition::{ExpertsBy, MemberShare, Partition};
 pub use pipeline::{Pieces, PipelineCost};
 pub use profiled::ProfileCost;
-pub use shape::{ModelShape, OpCounts};
 pub use spare::{Lending, SpareCost, SpareDevices};
 pub use tables::{Grid, StepParts, StepTables};
+
+pub use crate::layers::{EXPANDED_TOKENS, Experts, LatentAttention, LinearAttention, ModelShape, Prefill};
 
 use mixfleet_hal::profile::Predictor;
 use mixfleet_hal::units::Seconds;
@@ -69,17 +68,6 @@ pub enum CostModel {
     Spare(Arc<SpareCost>),
     /// Adjusts another model's times to measured steps.
     Calibrated(Arc<CalibratedCost>),
-}
-
-/// A piece of a prompt in a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Prefill {
-    /// Tokens before it, whose KV is already computed.
-    pub context: u32,
-    /// Number of tokens to compute.
-    pub tokens: u32,
-    /// Whether the prompt ends with it: its last row goes through the LM head and draws a token.
-    pub last: bool,
 }
 
 /// Coefficients of prefill and decode time, all in seconds.

@@ -4,9 +4,9 @@
 //! Per layer the queries, keys and values of a step's rows go from the first member to the others, and what
 //! they attended to comes back.
 
+use super::counted::StagePart;
 use super::partition::heads;
 use super::{MemberShare, ModelShape, OpCounts, Partition, Prefill};
-use mixfleet_hal::OpSig;
 use mixfleet_hal::cast::to_u32;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -23,14 +23,14 @@ pub enum MemberWork {
 }
 
 impl MemberWork {
-    /// Whether an operation is among it.
-    pub(super) fn runs(self, sig: &OpSig) -> bool {
-        let attends = sig.kv().is_some() || matches!(sig, OpSig::AttnMerge { .. });
-        match self {
-            MemberWork::All => true,
-            MemberWork::Products => !attends,
-            MemberWork::Attention => attends,
-        }
+    /// Whether operations that neither read nor write KV are among it, for which it has weights.
+    pub(super) fn computes(self) -> bool {
+        self != MemberWork::Attention
+    }
+
+    /// Whether those that do are.
+    pub(super) fn attends(self) -> bool {
+        self != MemberWork::Products
     }
 }
 
@@ -182,40 +182,26 @@ impl Partition {
 impl MemberShare {
     /// Whether it has weights.
     pub fn has_weights(&self) -> bool {
-        self.work != MemberWork::Attention
+        self.work.computes()
     }
 
     /// Whether it keeps KV.
     pub fn keeps_kv(&self) -> bool {
-        self.work != MemberWork::Products
+        self.work.attends()
     }
 
     /// Its operations of a mixed step of a model of this shape, as [`ModelShape::step_ops`] has those of all:
     /// only the first of those that divide layers adds to the residual, and only one member draws.
     /// Where pages are divided, a member that attends has those of the sequences that are whole on it.
     pub fn step_ops(&self, shape: &ModelShape, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
-        let mut ops = self.of(shape).stage_ops((self.embeds(), self.has_head()), parts, batch, kv_tokens);
-        ops.retain(|(sig, _)| self.work.runs(sig) && (self.draws() || !matches!(sig, OpSig::Sample { .. })));
-        for (sig, _) in &mut ops {
-            match sig {
-                OpSig::Sample { cols, .. } => *cols = shape.vocab,
-                OpSig::Gemm { bias, accumulate, .. } if *accumulate && !self.is_first() => {
-                    (*bias, *accumulate) = (false, false);
-                }
-                // what comes first replaces the residual: the shared experts, where there are some
-                OpSig::Combine { active, accumulate, .. } if !self.is_first() => {
-                    let shared = shape.experts.filter(|experts| experts.shared > 0);
-                    *accumulate = shared.is_some_and(|experts| !experts.shared_gate || *active > 1);
-                }
-                OpSig::GroupedGemm { grouped, bias, .. }
-                    if grouped.fan == 1 && !self.is_first() && !self.has_whole_experts() =>
-                {
-                    *bias = false
-                }
-                _ => {}
-            }
-        }
-        ops
+        let part = StagePart {
+            work: self.work,
+            embeds: self.embeds(),
+            has_head: self.has_head(),
+            draws: self.draws().then_some(shape.vocab),
+            adds: self.is_first(),
+        };
+        self.of(shape).stage_ops(&part, parts, batch, kv_tokens)
     }
 
     /// Bytes of KV of a token that it keeps if it keeps any, over all layers.
@@ -228,7 +214,7 @@ impl MemberShare {
 mod tests {
     use super::*;
     use crate::models;
-    use mixfleet_hal::DType;
+    use mixfleet_hal::{DType, OpSig};
     use std::collections::HashMap;
 
     fn shape(name: &str) -> ModelShape {

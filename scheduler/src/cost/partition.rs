@@ -106,6 +106,21 @@ impl MemberShare {
     }
 }
 
+impl Experts {
+    /// What a member with this share of a model with `whole` columns of the MLP has of them.
+    fn of_share(self, share: &MemberShare, whole: u32) -> Self {
+        let MemberShare { layers, experts, .. } = share;
+        Experts {
+            dense_layers: self.dense_layers.min(layers.end).saturating_sub(layers.start),
+            intermediate: count(&share.inner_of_experts(self.intermediate, whole)),
+            shared: count(&Experts::share(self.shared, &share.inner, whole)),
+            by_member: false,
+            held: share.has_whole_experts().then_some(count(experts)),
+            ..self
+        }
+    }
+}
+
 /// What members that divide layers divide of their experts. What crosses between them is the same.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -267,7 +282,7 @@ fn expert_count(shape: &ModelShape) -> u32 {
     shape.experts.map_or(0, |experts| experts.count)
 }
 
-pub(super) fn count(range: &Range<u32>) -> u32 {
+fn count(range: &Range<u32>) -> u32 {
     range.end - range.start
 }
 

@@ -1,7 +1,7 @@
 //! Predicts a model's time on a profiled device, operation by operation.
 
+use super::counted::LayerWork;
 use super::mixture::{share, share_keys};
-use super::shape::LayerWork;
 use super::stored::stored_time;
 use super::tables::{Grid, StepParts, StepTables};
 use super::{AllReduce, EngineCost, MemberWork, ModelShape, OpCounts, Prefill, knots};
@@ -65,9 +65,7 @@ impl ProfileCost {
         work: MemberWork,
         each: &impl Fn(&OpSig) -> Seconds,
     ) -> Seconds {
-        let mut ops = shape.dense_ops(share(rows, shape.spread()), self.engine.fused);
-        ops.plain.retain(|(sig, _)| work.runs(sig));
-        ops.stored.retain(|(sig, _)| work.runs(sig));
+        let ops = shape.dense_ops(share(rows, shape.spread()), work, self.engine.fused);
         if work == MemberWork::Attention {
             return self.work_s(&ops, each);
         }

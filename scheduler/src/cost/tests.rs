@@ -140,7 +140,7 @@ fn model(flop_per_second: f64, bytes_per_second: f64) -> ProfileCost {
                 Bytes(1e9),
             )
         },
-        shape: shape::tests::small(),
+        shape: counted::tests::small(),
         chunk_tokens: 32,
         all_reduce: None,
         engine: EngineCost::OURS,

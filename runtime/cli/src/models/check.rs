@@ -103,7 +103,7 @@ fn findings(path: &Path) -> (Vec<Finding>, Value) {
                 let (tokens, matrix) =
                     (latent.lengths.expanded_tokens, latent.lengths.key_elements(config.heads));
                 let layers = u64::from(config.layers) * matrix * config.dtype.size_bytes();
-                let room = latent.lengths.expanded_bytes(config.heads, PAGE_TOKENS, config.dtype);
+                let room = config.cost_shape(config.dtype, config.dtype, PAGE_TOKENS).expanded_bytes();
                 let text = format!(
                     "keys of up to {tokens} tokens are made of latents, in {:.3} GB, by matrices of {:.3} GB",
                     room as f64 / GB,

@@ -6,8 +6,7 @@
 //! value head `3 key_dim value_dim + CHUNK (3 key_dim + 2 value_dim)` multiply-adds, described as one product
 //! of the same arithmetic, since it runs on matrix units.
 
-use super::shape::{LayerWork, push};
-use super::{ModelShape, Prefill};
+use super::{Activation, LayerOps, ModelShape, OpArg, OpSink, Prefill, Projection, Weight};
 use mixfleet_hal::OpSig;
 use mixfleet_hal::cast::to_u32;
 use serde::{Deserialize, Serialize};
@@ -55,7 +54,7 @@ impl LinearAttention {
     }
 
     /// Elements of a layer's matrices.
-    pub(super) fn parameters(&self, hidden: u32) -> u64 {
+    pub(crate) fn parameters(&self, hidden: u32) -> u64 {
         u64::from(hidden) * (u64::from(self.projected()) + u64::from(self.values()))
     }
 
@@ -88,42 +87,40 @@ impl ModelShape {
         let layers = u64::from(self.layers() - self.full_layers());
         self.linear.map_or(0, |linear| layers * linear.state_bytes())
     }
+}
 
-    /// Everything in linear attention that is done row by row.
-    pub(super) fn linear_rows(&self, work: &mut LayerWork, linear: &LinearAttention, tokens: u32) {
-        let layers = u64::from(self.layers() - self.full_layers());
-        let x = self.activation;
-        self.product(work, [tokens, linear.projected(), self.hidden], false, layers);
-        let convolved = u64::from(tokens) * u64::from(2 * linear.keys() + linear.values());
-        push(&mut work.plain, OpSig::SiluMul { elements: convolved, x }, layers);
-        push(&mut work.plain, self.inner_norm(tokens * linear.value_heads, linear.value_dim), layers);
-        self.sum(work, [tokens, self.hidden, linear.values()], false, layers);
+/// What operations of linear attention read and write has no names, since the runtime does not serve it.
+const UNNAMED: [OpArg; 0] = [];
+
+impl LayerOps<'_> {
+    /// Pushes everything in a layer with linear attention that is done row by row.
+    pub(crate) fn linear_rows(&self, linear: &LinearAttention, tokens: u32, ops: &mut impl OpSink) {
+        let (x, residual) = (self.shape.activation, Activation::Residual);
+        self.norm(tokens, residual, Weight::AttnNorm, ops);
+        let (weight, to) = (Weight::Unserved, Activation::Unserved);
+        let projection = Projection { weight, bias: None, columns: linear.projected(), to };
+        self.products([tokens, self.shape.hidden], Activation::Normed, &[projection], ops);
+        let elements = u64::from(tokens) * u64::from(2 * linear.keys() + linear.values());
+        ops.push(OpSig::SiluMul { elements, x }, &UNNAMED);
+        let args = [to.into(), weight.into(), to.into()];
+        self.inner_norm([tokens * linear.value_heads, linear.value_dim], args, ops);
+        self.back([tokens, linear.values()], to, (weight, None), self.adds, ops);
     }
 
-    pub(super) fn linear_prefill(&self, work: &mut LayerWork, linear: &LinearAttention, parts: &[Prefill]) {
-        let layers = u64::from(self.layers() - self.full_layers());
+    /// Pushes what a layer computes of pieces of prompts by way of their states.
+    pub(crate) fn linear_prefill(&self, linear: &LinearAttention, parts: &[Prefill], ops: &mut impl OpSink) {
         let (keys, values) = (linear.key_dim, linear.value_dim);
         let columns = 3 * values + CHUNK * (3 * keys + 2 * values) / keys.max(1);
-        let (x, tokens) = (self.activation, parts.iter().map(|part| part.tokens).sum());
-        let chunks = OpSig::Gemm {
-            m: tokens,
-            n: linear.value_heads * columns,
-            k: keys,
-            x,
-            weight: x,
-            out: x,
-            bias: false,
-            accumulate: false,
-        };
-        push(&mut work.plain, chunks, layers);
-        self.linear_states(work, linear, to_u32(parts.len()));
+        let (x, m) = (self.shape.activation, parts.iter().map(|part| part.tokens).sum());
+        let (n, k, bias, accumulate) = (linear.value_heads * columns, keys, false, false);
+        ops.push(OpSig::Gemm { m, n, k, x, weight: x, out: x, bias, accumulate }, &UNNAMED);
+        self.linear_states(linear, to_u32(parts.len()), ops);
     }
 
-    /// Reads and writes the states of so many sequences.
-    pub(super) fn linear_states(&self, work: &mut LayerWork, linear: &LinearAttention, sequences: u32) {
-        let layers = u64::from(self.layers() - self.full_layers());
+    /// Pushes what reads and writes the states of so many sequences.
+    pub(crate) fn linear_states(&self, linear: &LinearAttention, sequences: u32, ops: &mut impl OpSink) {
         let bytes = u64::from(sequences) * linear.state_bytes();
-        push(&mut work.plain, OpSig::Copy { bytes }, layers);
+        ops.push(OpSig::Copy { bytes }, &UNNAMED);
     }
 }
 
