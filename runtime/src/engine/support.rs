@@ -39,7 +39,7 @@ pub(super) fn check_products(
     list.mlp(1, c.experts_of(0).is_some(), &mut needed);
     list.logits(1, 1, &mut needed);
     check_support(device, &needed.finish())?;
-    let Some(layer) = (0..weights.layers.len()).find(|&at| c.experts_of(at).is_some()) else {
+    let Some(layer) = (0..weights.layers()).find(|&at| c.experts_of(at).is_some()) else {
         return Ok(());
     };
     let mut needed = NeededOps::of(Some((weights, layer)));

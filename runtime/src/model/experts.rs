@@ -71,7 +71,7 @@ impl ExpertNames {
     pub(super) const fn shared(self) -> &'static str {
         match self {
             ExpertNames::DeepSeek => "mlp.shared_experts",
-            _ => SHARED,
+            _ => "mlp.shared_expert",
         }
     }
 
@@ -91,26 +91,11 @@ pub(super) const GATE_UP: &str = "gate_up_proj";
 pub(super) const DOWN: &str = "down_proj";
 pub(super) const BIAS: &str = "_bias";
 
-/// Whether a tensor is one of the matrices of all experts together.
-pub(super) fn is_fused(name: &str) -> bool {
-    [GATE_UP, DOWN].iter().any(|matrix| name.ends_with(&format!(".experts.{matrix}")))
-}
-
 /// What corrects the choice, within a layer.
 pub(super) const CORRECTION: &str = "mlp.gate.e_score_correction_bias";
 
-/// The shared expert and its gate, within a layer; the first is a part of its other name.
-pub(super) const SHARED: &str = "mlp.shared_expert";
+/// The gate of the shared expert, within a layer.
 pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate";
-
-/// The name of all experts' matrices of a kind together, and the number of the expert, of a tensor that
-/// belongs to one of several: `model.layers.1.mlp.experts.7.up_proj.weight` is the eighth of
-/// `model.layers.1.mlp.experts.up_proj.weight`.
-pub(super) fn packed(name: &str) -> Option<(String, u32)> {
-    let (before, rest) = name.split_once(".experts.")?;
-    let (number, matrix) = rest.split_once('.')?;
-    Some((format!("{before}.experts.{matrix}"), number.parse().ok()?))
-}
 
 impl Mixture {
     /// Reads the experts of a family that has some; none of others.
@@ -301,18 +286,4 @@ fn sparse_layers(fields: &Fields, layers: u32) -> Result<Vec<bool>> {
         return Err(fields.error("mlp_only_layers", problem));
     }
     Ok((0..layers).map(|layer| !plain.contains(&layer) && (layer + 1).is_multiple_of(step)).collect())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn experts_of_one_matrix_are_named_together() {
-        let all = "model.layers.1.mlp.experts.up_proj.weight".to_owned();
-        assert_eq!(packed("model.layers.1.mlp.experts.7.up_proj.weight"), Some((all, 7)));
-        for other in ["model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.up_proj_bias"] {
-            assert_eq!(packed(other), None);
-        }
-    }
 }

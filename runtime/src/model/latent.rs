@@ -14,6 +14,7 @@ use super::rope;
 use mixfleet_hal::cast::{to_f32, to_u32};
 use mixfleet_hal::{BufferUsage, DType, Device, Result, Scalar};
 use mixfleet_scheduler::cost::LatentAttention;
+use mixfleet_scheduler::layers::Weight;
 
 /// Bound well above any real model.
 const LENGTH_MAX: u32 = 1 << 14;
@@ -26,12 +27,6 @@ pub struct LatentHeads {
     /// What scores are multiplied by.
     pub scale: Scalar,
 }
-
-/// The matrices that up-projections are taken apart into, in the places of `kv_b_proj`.
-pub(super) const UP: &str = "self_attn.kv_b_proj.weight";
-pub(super) const LIFT: &str = "self_attn.kv_b_proj.lift";
-pub(super) const LOWER: &str = "self_attn.kv_b_proj.lower";
-pub(super) const KEYS: &str = "self_attn.kv_b_proj.keys";
 
 impl LatentHeads {
     /// Reads it from the configuration of a family that has it.
@@ -66,19 +61,19 @@ impl LatentHeads {
     }
 
     /// Name and shape of the tensors of a layer's attention but its output.
-    pub(super) fn shapes(&self, (hidden, heads): (u64, u64), add: &mut dyn FnMut(&str, &[u64])) {
+    pub(super) fn shapes(&self, (hidden, heads): (u64, u64), add: &mut dyn FnMut(Weight, &str, &[u64])) {
         let LatentAttention { q_rank, kv_rank, nope, rope, v, .. } = self.lengths;
         let [q_rank, kv_rank, nope, rope, v] = [q_rank, kv_rank, nope, rope, v].map(u64::from);
         if q_rank > 0 {
-            add("self_attn.q_a_proj.weight", &[q_rank, hidden]);
-            add("self_attn.q_a_layernorm.weight", &[q_rank]);
-            add("self_attn.q_b_proj.weight", &[heads * (nope + rope), q_rank]);
+            add(Weight::QDown, "self_attn.q_a_proj.weight", &[q_rank, hidden]);
+            add(Weight::QDownNorm, "self_attn.q_a_layernorm.weight", &[q_rank]);
+            add(Weight::Q, "self_attn.q_b_proj.weight", &[heads * (nope + rope), q_rank]);
         } else {
-            add("self_attn.q_proj.weight", &[heads * (nope + rope), hidden]);
+            add(Weight::Q, "self_attn.q_proj.weight", &[heads * (nope + rope), hidden]);
         }
-        add("self_attn.kv_a_proj_with_mqa.weight", &[kv_rank + rope, hidden]);
-        add("self_attn.kv_a_layernorm.weight", &[kv_rank]);
-        add(UP, &[heads * (nope + v), kv_rank]);
+        add(Weight::KvDown, "self_attn.kv_a_proj_with_mqa.weight", &[kv_rank + rope, hidden]);
+        add(Weight::KvNorm, "self_attn.kv_a_layernorm.weight", &[kv_rank]);
+        add(Weight::KvUp, "self_attn.kv_b_proj.weight", &[heads * (nope + v), kv_rank]);
     }
 
     /// Takes up-projections `[heads, nope + v, kv_rank]` apart: into `[heads, kv_rank, nope]`, which lifts
@@ -114,19 +109,20 @@ impl LatentHeads {
         all
     }
 
-    /// The matrices of up-projections, by the names that they are placed under.
-    pub(super) fn made(&self, up: &[f64]) -> Vec<(&'static str, Vec<f64>)> {
+    /// The matrices that are made of up-projections.
+    pub(super) fn made(&self, up: &[f64]) -> Vec<(Weight, Vec<f64>)> {
         let [lift, lower] = self.apart(up);
-        let keys = (self.lengths.expanded_tokens > 0).then(|| (KEYS, self.keys(up)));
-        [(LIFT, lift), (LOWER, lower)].into_iter().chain(keys).collect()
+        let keys = (self.lengths.expanded_tokens > 0).then(|| (Weight::Keys, self.keys(up)));
+        [(Weight::Lift, lift), (Weight::Lower, lower)].into_iter().chain(keys).collect()
     }
 
     /// The elements of these for so many heads.
-    pub(super) fn made_lengths(&self, heads: u32) -> Vec<(&'static str, u64)> {
+    pub(super) fn made_lengths(&self, heads: u32) -> Vec<(Weight, u64)> {
         let LatentAttention { kv_rank, nope, v, .. } = self.lengths;
         let of = |length: u32| u64::from(heads) * u64::from(length) * u64::from(kv_rank);
-        let keys = (self.lengths.expanded_tokens > 0).then(|| (KEYS, self.lengths.key_elements(heads)));
-        [(LIFT, of(nope)), (LOWER, of(v))].into_iter().chain(keys).collect()
+        let keys =
+            (self.lengths.expanded_tokens > 0).then(|| (Weight::Keys, self.lengths.key_elements(heads)));
+        [(Weight::Lift, of(nope)), (Weight::Lower, of(v))].into_iter().chain(keys).collect()
     }
 
     /// The elements of all of them, of up-projections of so many.

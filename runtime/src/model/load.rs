@@ -5,10 +5,10 @@ use super::error::{Error, Result};
 use super::fields::{Fields, check_regular, read_object_if_present};
 use super::gguf::{self, is_gguf};
 use super::made::{MadeMatrix, SourceTensor};
-use super::names::Cut;
+use super::names::{Cut, PlannedTensor};
 use super::quantisation::{Quantisation, float_dtype, side};
 use super::schemes::{FoundTensor, fused_experts};
-use super::{experts, header, names};
+use super::{header, names};
 use mixfleet_hal::cast::{to_f32, to_usize};
 use mixfleet_hal::{DType, FileMapper, HostMemory};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -161,8 +161,9 @@ impl Checkpoint {
             Some(FoundTensor { source, dtype: entry.dtype.clone(), shape: entry.shape.clone(), bytes })
         };
         let (mut tensors, mut made) = (HashMap::new(), BTreeMap::new());
-        for (name, shape) in names::shapes(&config) {
-            if experts::is_fused(&name)
+        for PlannedTensor { name, shape, weight, expert, .. } in names::tensors(&config) {
+            if weight.is_of_experts()
+                && expert.is_none()
                 && let Some(experts) = &config.experts
                 && found.get(name.as_str()).is_none_or(|(_, entry)| entry.shape != shape)
             {

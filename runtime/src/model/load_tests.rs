@@ -1,12 +1,13 @@
 use super::super::random::RandomCheckpoint;
 use super::super::testing::{MemoryDevice, ReadFiles, fixtures, scratch};
 use super::super::variants::tiny_variants;
-use super::super::weights::{HeadWeights, KvWeights, MlpWeights, Tensor, Weights};
+use super::super::weights::{Tensor, Weights};
 use super::*;
 use mixfleet_hal::Device;
 use mixfleet_hal::random::Stream;
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_scheduler::cost::{Experts, LatentAttention};
+use mixfleet_scheduler::layers::Weight;
 use serde_json::{Map, Value, json};
 use std::collections::HashSet;
 
@@ -192,67 +193,73 @@ fn assert_placed(checkpoint: &Checkpoint, device: &dyn Device) -> Weights {
         assert!(tensor.slice.offset.is_multiple_of(device.limits().alignment_bytes), "{name}");
         assert_eq!(read(device, tensor), checkpoint.values(name).expect(name), "{name}");
     };
-    same(weights.embed.as_ref().expect("an embedding"), "model.embed_tokens.weight");
-    let HeadWeights { norm, lm_head } = weights.head.as_ref().expect("a head");
-    same(norm, "model.norm.weight");
+    let of_model = |weight| weights.get(0, weight).expect("placed");
+    same(of_model(Weight::Embedding), "model.embed_tokens.weight");
+    same(of_model(Weight::LastNorm), "model.norm.weight");
     let head = if checkpoint.config.tied_embeddings { "model.embed_tokens.weight" } else { "lm_head.weight" };
-    same(lm_head, head);
-    for (i, layer) in weights.layers.iter().enumerate() {
-        let part = |tensor: &Tensor, name: &str| same(tensor, &format!("model.layers.{i}.{name}"));
-        let optional = |tensor: &Option<Tensor>, there: bool, name: &str| {
+    same(of_model(Weight::LmHead), head);
+    for i in 0..weights.layers() {
+        let optional = |weight: Weight, there: bool, name: &str| {
+            let tensor = weights.get(i, weight);
             assert_eq!(tensor.is_some(), there, "{name}");
-            tensor.iter().for_each(|tensor| part(tensor, name));
+            tensor.iter().for_each(|tensor| same(tensor, &format!("model.layers.{i}.{name}")));
         };
+        let part = |weight, name: &str| optional(weight, true, name);
         let c = &checkpoint.config;
-        part(&layer.attn_norm, "input_layernorm.weight");
-        match &layer.kv {
-            KvWeights::Apart([k, v]) => {
-                part(&layer.q, "self_attn.q_proj.weight");
-                part(k, "self_attn.k_proj.weight");
-                part(v, "self_attn.v_proj.weight");
+        part(Weight::AttnNorm, "input_layernorm.weight");
+        match &c.latent {
+            None => {
+                part(Weight::Q, "self_attn.q_proj.weight");
+                part(Weight::K, "self_attn.k_proj.weight");
+                part(Weight::V, "self_attn.v_proj.weight");
             }
-            KvWeights::Latent(latent) => {
-                let q = if latent.q_down.is_some() { "q_b_proj" } else { "q_proj" };
-                part(&layer.q, &format!("self_attn.{q}.weight"));
-                part(&latent.kv_down, "self_attn.kv_a_proj_with_mqa.weight");
-                part(&latent.kv_norm, "self_attn.kv_a_layernorm.weight");
+            Some(latent) => {
+                let has_down = latent.lengths.q_rank > 0;
+                optional(Weight::QDown, has_down, "self_attn.q_a_proj.weight");
+                optional(Weight::QDownNorm, has_down, "self_attn.q_a_layernorm.weight");
+                part(
+                    Weight::Q,
+                    &format!("self_attn.{}.weight", if has_down { "q_b_proj" } else { "q_proj" }),
+                );
+                part(Weight::KvDown, "self_attn.kv_a_proj_with_mqa.weight");
+                part(Weight::KvNorm, "self_attn.kv_a_layernorm.weight");
             }
         }
-        part(&layer.o, "self_attn.o_proj.weight");
-        optional(&layer.q_bias, c.qkv_bias, "self_attn.q_proj.bias");
-        optional(&layer.k_bias, c.qkv_bias, "self_attn.k_proj.bias");
-        optional(&layer.v_bias, c.qkv_bias, "self_attn.v_proj.bias");
-        optional(&layer.o_bias, c.o_bias, "self_attn.o_proj.bias");
-        optional(&layer.q_norm, c.qk_norm, "self_attn.q_norm.weight");
-        optional(&layer.k_norm, c.qk_norm, "self_attn.k_norm.weight");
-        part(&layer.mlp_norm, "post_attention_layernorm.weight");
-        let mlp = |mlp: &MlpWeights, stem: &str| {
-            part(&mlp.gate, &format!("{stem}.gate_proj.weight"));
-            part(&mlp.up, &format!("{stem}.up_proj.weight"));
-            part(&mlp.down, &format!("{stem}.down_proj.weight"));
-            optional(&mlp.gate_bias, c.mlp_bias, &format!("{stem}.gate_proj.bias"));
-            optional(&mlp.up_bias, c.mlp_bias, &format!("{stem}.up_proj.bias"));
-            optional(&mlp.down_bias, c.mlp_bias, &format!("{stem}.down_proj.bias"));
+        part(Weight::O, "self_attn.o_proj.weight");
+        optional(Weight::QBias, c.qkv_bias, "self_attn.q_proj.bias");
+        optional(Weight::KBias, c.qkv_bias, "self_attn.k_proj.bias");
+        optional(Weight::VBias, c.qkv_bias, "self_attn.v_proj.bias");
+        optional(Weight::OBias, c.o_bias, "self_attn.o_proj.bias");
+        optional(Weight::QNorm, c.qk_norm, "self_attn.q_norm.weight");
+        optional(Weight::KNorm, c.qk_norm, "self_attn.k_norm.weight");
+        part(Weight::MlpNorm, "post_attention_layernorm.weight");
+        let mlp = |there: bool, stem: &str| {
+            optional(Weight::Gate, there, &format!("{stem}.gate_proj.weight"));
+            optional(Weight::Up, there, &format!("{stem}.up_proj.weight"));
+            optional(Weight::Down, there, &format!("{stem}.down_proj.weight"));
+            optional(Weight::GateBias, there && c.mlp_bias, &format!("{stem}.gate_proj.bias"));
+            optional(Weight::UpBias, there && c.mlp_bias, &format!("{stem}.up_proj.bias"));
+            optional(Weight::DownBias, there && c.mlp_bias, &format!("{stem}.down_proj.bias"));
         };
-        let (Some(experts), Some(placed)) = (c.experts_of(i), &layer.experts) else {
-            mlp(layer.mlp.as_ref().expect("an MLP"), "mlp");
+        let Some(experts) = c.experts_of(i) else {
+            mlp(true, "mlp");
             continue;
         };
-        assert_eq!(layer.mlp.is_some(), experts.shared > 0);
-        layer.mlp.iter().for_each(|shared| mlp(shared, experts.names.shared()));
-        optional(&placed.correction, experts.correction, "mlp.gate.e_score_correction_bias");
-        optional(&placed.shared_gate, experts.shared_gate, "mlp.shared_expert_gate.weight");
-        part(&placed.router, &format!("{}.weight", experts.names.router()));
-        optional(&placed.biases[0], experts.clamped.is_some(), "mlp.router.bias");
-        let Some(up) = &placed.up else {
-            part(&placed.gate, "mlp.experts.gate_up_proj");
-            part(&placed.down, "mlp.experts.down_proj");
-            optional(&placed.biases[1], true, "mlp.experts.gate_up_proj_bias");
-            optional(&placed.biases[2], true, "mlp.experts.down_proj_bias");
+        mlp(experts.shared > 0, experts.names.shared());
+        optional(Weight::Correction, experts.correction, "mlp.gate.e_score_correction_bias");
+        optional(Weight::SharedGate, experts.shared_gate, "mlp.shared_expert_gate.weight");
+        part(Weight::Router, &format!("{}.weight", experts.names.router()));
+        optional(Weight::RouterBias, experts.clamped.is_some(), "mlp.router.bias");
+        if experts.clamped.is_some() {
+            part(Weight::ExpertGate, "mlp.experts.gate_up_proj");
+            part(Weight::ExpertDown, "mlp.experts.down_proj");
+            part(Weight::ExpertGateBias, "mlp.experts.gate_up_proj_bias");
+            part(Weight::ExpertDownBias, "mlp.experts.down_proj_bias");
             continue;
-        };
-        let matrices = [&placed.gate, up, &placed.down];
-        for (tensor, matrix) in matrices.into_iter().zip(experts.names.matrices()) {
+        }
+        let matrices = [Weight::ExpertGate, Weight::ExpertUp, Weight::ExpertDown];
+        for (weight, matrix) in matrices.into_iter().zip(experts.names.matrices()) {
+            let tensor = weights.get(i, weight).expect("placed");
             let each = (0..experts.routing.experts).flat_map(|expert| {
                 let name = format!("model.layers.{i}.{}.{expert}.{matrix}.weight", experts.names.experts());
                 checkpoint.values(&name).expect("an expert")
@@ -285,8 +292,8 @@ fn a_device_that_imports_copies_nothing_and_shares_tied_embeddings() {
     let device = MemoryDevice::new(true, 64);
     let weights = assert_placed(&checkpoint, &device);
     assert!(device.allocations.lock().expect("a lock").is_empty());
-    let (embed, head) = (weights.embed.expect("an embedding"), weights.head.expect("a head"));
-    assert!(Arc::ptr_eq(&embed.slice.buffer, &head.lm_head.slice.buffer));
+    let [embed, head] = [Weight::Embedding, Weight::LmHead].map(|of| weights.get(0, of).expect("placed"));
+    assert!(Arc::ptr_eq(&embed.slice.buffer, &head.slice.buffer));
 }
 
 #[test]
@@ -355,7 +362,8 @@ fn a_bias_takes_the_dtype_of_its_matrix() {
     let device = MemoryDevice::new(true, 64);
     let weights = assert_placed(&checkpoint, &device);
     assert_eq!(device.allocations.lock().expect("a lock").len(), biases);
-    assert!(weights.layers.iter().all(|layer| layer.q_bias.as_ref().is_some_and(|b| b.dtype == DType::Bf16)));
+    let bias = |layer| weights.get(layer, Weight::QBias);
+    assert!((0..weights.layers()).all(|layer| bias(layer).is_some_and(|bias| bias.dtype == DType::Bf16)));
 }
 
 #[test]
@@ -463,92 +471,86 @@ fn a_member_gets_its_share_of_the_weights_and_no_more() {
                         checkpoint.place_share(device, share, &mut |done, all| seen.push((done, all)));
                     let weights = weights.expect("placed").expect("weights");
                     assert!(seen.is_sorted() && seen.last().is_some_and(|(done, all)| done == all), "{name}");
-                    let layer = &weights.layers[1];
-                    let same = |tensor: &Tensor, part: &str, rows: Range<u32>, columns| {
+                    let placed = |weight| weights.get(1, weight).expect("placed");
+                    let same = |weight: Weight, part: &str, rows: Range<u32>, columns| {
                         let part = format!("model.layers.1.{part}");
-                        assert_eq!(
-                            read(device, tensor),
-                            part_of(&checkpoint, &part, rows, columns),
-                            "{name} {part}"
-                        );
+                        let expected = part_of(&checkpoint, &part, rows, columns);
+                        assert_eq!(read(device, placed(weight)), expected, "{name} {part}");
                     };
-                    match (&layer.kv, &c.latent) {
-                        (KvWeights::Apart([k, v]), _) => {
-                            same(&layer.q, "self_attn.q_proj.weight", q.clone(), None);
-                            same(k, "self_attn.k_proj.weight", kv.clone(), None);
-                            same(v, "self_attn.v_proj.weight", kv.clone(), None);
-                            same(&layer.o, "self_attn.o_proj.weight", 0..hidden, Some(q.clone()));
+                    match &c.latent {
+                        None => {
+                            same(Weight::Q, "self_attn.q_proj.weight", q.clone(), None);
+                            same(Weight::K, "self_attn.k_proj.weight", kv.clone(), None);
+                            same(Weight::V, "self_attn.v_proj.weight", kv.clone(), None);
+                            same(Weight::O, "self_attn.o_proj.weight", 0..hidden, Some(q.clone()));
                         }
-                        (KvWeights::Latent(placed), Some(latent)) => {
+                        Some(latent) => {
                             let LatentAttention { q_rank, kv_rank, nope, rope, v, .. } = latent.lengths;
                             let of = |each: u32| share.heads.start * each..share.heads.end * each;
                             let queries = if q_rank > 0 { "q_b_proj" } else { "q_proj" };
-                            same(&layer.q, &format!("self_attn.{queries}.weight"), of(nope + rope), None);
-                            same(&layer.o, "self_attn.o_proj.weight", 0..hidden, Some(of(v)));
+                            same(Weight::Q, &format!("self_attn.{queries}.weight"), of(nope + rope), None);
+                            same(Weight::O, "self_attn.o_proj.weight", 0..hidden, Some(of(v)));
                             let down = "self_attn.kv_a_proj_with_mqa.weight";
-                            same(&placed.kv_down, down, 0..kv_rank + rope, None);
+                            same(Weight::KvDown, down, 0..kv_rank + rope, None);
                             let up = "model.layers.1.self_attn.kv_b_proj.weight";
                             let [lift, lower] = latent.apart(&part_of(&checkpoint, up, of(nope + v), None));
-                            assert_eq!(read(device, &placed.lift), lift, "{name}");
-                            assert_eq!(read(device, &placed.lower), lower, "{name}");
-                        }
-                        (KvWeights::Latent(_), None) => panic!("{name}: latents of no such attention"),
-                    }
-                    let mlp = layer.mlp.as_ref().filter(|_| c.experts_of(1).is_none());
-                    if let Some(mlp) = mlp {
-                        same(&mlp.gate, "mlp.gate_proj.weight", share.inner.clone(), None);
-                        same(&mlp.up, "mlp.up_proj.weight", share.inner.clone(), None);
-                        same(&mlp.down, "mlp.down_proj.weight", 0..hidden, Some(share.inner.clone()));
-                        let once = c.mlp_bias && share.is_first();
-                        assert_eq!(mlp.down_bias.is_some(), once, "{name}: added once");
-                    }
-                    if let (Some(experts), Some(placed)) = (c.experts_of(1), &layer.experts) {
-                        let inner = Experts::share(experts.intermediate, &share.inner, c.intermediate);
-                        let [gate, up, down] = experts.names.matrices();
-                        let Some(up_placed) = &placed.up else {
-                            let stem = "model.layers.1.mlp.experts";
-                            let both = 2 * experts.intermediate;
-                            let of = |expert: u32| {
-                                let rows = expert * both + 2 * inner.start..expert * both + 2 * inner.end;
-                                part_of(&checkpoint, &format!("{stem}.gate_up_proj"), rows, None)
-                            };
-                            let all: Vec<f64> = (0..experts.routing.experts).flat_map(of).collect();
-                            assert_eq!(read(device, &placed.gate), all, "{name}");
-                            let rows = 0..experts.routing.experts * hidden;
-                            same(&placed.down, "mlp.experts.down_proj", rows, Some(inner.clone()));
-                            let (rows, columns) =
-                                (0..experts.routing.experts, 2 * inner.start..2 * inner.end);
-                            let bias = placed.biases[1].as_ref().unwrap();
-                            same(bias, "mlp.experts.gate_up_proj_bias", rows, Some(columns));
-                            assert_eq!(placed.biases[2].is_some(), share.is_first(), "{name}: added once");
-                            continue;
-                        };
-                        for (tensor, matrix, rows, columns) in [
-                            (&placed.gate, gate, inner.clone(), None),
-                            (up_placed, up, inner.clone(), None),
-                            (&placed.down, down, 0..hidden, Some(inner.clone())),
-                        ] {
-                            let stem = format!("model.layers.1.{}", experts.names.experts());
-                            let of = |expert| {
-                                let one = format!("{stem}.{expert}.{matrix}.weight");
-                                part_of(&checkpoint, &one, rows.clone(), columns.clone())
-                            };
-                            let all: Vec<f64> = (0..experts.routing.experts).flat_map(of).collect();
-                            assert_eq!(read(device, tensor), all, "{name} {matrix}");
+                            assert_eq!(read(device, placed(Weight::Lift)), lift, "{name}");
+                            assert_eq!(read(device, placed(Weight::Lower)), lower, "{name}");
                         }
                     }
-                    let up_bias = mlp.and_then(|mlp| mlp.up_bias.clone());
-                    for (bias, part, rows) in [
-                        (&layer.q_bias, "self_attn.q_proj.bias", q.clone()),
-                        (&layer.v_bias, "self_attn.v_proj.bias", kv.clone()),
-                        (&up_bias, "mlp.up_proj.bias", share.inner.clone()),
-                    ] {
-                        bias.iter().for_each(|bias| same(bias, part, rows.clone(), None));
+                    let is_there = |weight| weights.get(1, weight).is_some();
+                    if c.qkv_bias {
+                        same(Weight::QBias, "self_attn.q_proj.bias", q.clone(), None);
+                        same(Weight::VBias, "self_attn.v_proj.bias", kv.clone(), None);
                     }
-                    assert_eq!(layer.o_bias.is_some(), c.o_bias && share.is_first(), "{name}: added once");
+                    let once = c.o_bias && share.is_first();
+                    assert_eq!(is_there(Weight::OBias), once, "{name}: added once");
                     let head = if c.tied_embeddings { "model.embed_tokens.weight" } else { "lm_head.weight" };
                     let rows = part_of(&checkpoint, head, share.vocab.clone(), None);
-                    assert_eq!(read(device, &weights.head.expect("a head").lm_head), rows, "{name}");
+                    assert_eq!(read(device, placed(Weight::LmHead)), rows, "{name}");
+                    let Some(experts) = c.experts_of(1) else {
+                        same(Weight::Gate, "mlp.gate_proj.weight", share.inner.clone(), None);
+                        same(Weight::Up, "mlp.up_proj.weight", share.inner.clone(), None);
+                        same(Weight::Down, "mlp.down_proj.weight", 0..hidden, Some(share.inner.clone()));
+                        let once = c.mlp_bias && share.is_first();
+                        assert_eq!(is_there(Weight::DownBias), once, "{name}: added once");
+                        if c.mlp_bias {
+                            same(Weight::UpBias, "mlp.up_proj.bias", share.inner.clone(), None);
+                        }
+                        continue;
+                    };
+                    let inner = Experts::share(experts.intermediate, &share.inner, c.intermediate);
+                    let [gate, up, down] = experts.names.matrices();
+                    if experts.clamped.is_some() {
+                        let stem = "model.layers.1.mlp.experts";
+                        let both = 2 * experts.intermediate;
+                        let of = |expert: u32| {
+                            let rows = expert * both + 2 * inner.start..expert * both + 2 * inner.end;
+                            part_of(&checkpoint, &format!("{stem}.gate_up_proj"), rows, None)
+                        };
+                        let all: Vec<f64> = (0..experts.routing.experts).flat_map(of).collect();
+                        assert_eq!(read(device, placed(Weight::ExpertGate)), all, "{name}");
+                        let rows = 0..experts.routing.experts * hidden;
+                        same(Weight::ExpertDown, "mlp.experts.down_proj", rows, Some(inner.clone()));
+                        let (rows, columns) = (0..experts.routing.experts, 2 * inner.start..2 * inner.end);
+                        let bias = "mlp.experts.gate_up_proj_bias";
+                        same(Weight::ExpertGateBias, bias, rows, Some(columns));
+                        assert_eq!(is_there(Weight::ExpertDownBias), share.is_first(), "{name}: added once");
+                        continue;
+                    }
+                    for (weight, matrix, rows, columns) in [
+                        (Weight::ExpertGate, gate, inner.clone(), None),
+                        (Weight::ExpertUp, up, inner.clone(), None),
+                        (Weight::ExpertDown, down, 0..hidden, Some(inner.clone())),
+                    ] {
+                        let stem = format!("model.layers.1.{}", experts.names.experts());
+                        let of = |expert| {
+                            let one = format!("{stem}.{expert}.{matrix}.weight");
+                            part_of(&checkpoint, &one, rows.clone(), columns.clone())
+                        };
+                        let all: Vec<f64> = (0..experts.routing.experts).flat_map(of).collect();
+                        assert_eq!(read(device, placed(weight)), all, "{name} {matrix}");
+                    }
                 }
                 if c.experts.is_some() {
                     continue; // experts are copied, whatever the device can
@@ -594,7 +596,7 @@ fn a_share_of_a_repeating_checkpoint_is_that_of_the_whole() {
     let columns = share.inner.start as usize * element..share.inner.end as usize * element;
     let expected: Vec<u8> =
         cyclic.chunks_exact(width * element).flat_map(|row| row[columns.clone()].to_vec()).collect();
-    let tensor = &weights.layers[0].mlp.as_ref().expect("an MLP").down;
+    let tensor = weights.get(0, Weight::Down).expect("an MLP");
     let mut bytes = vec![0; tensor.slice.bytes as usize];
     whole.read(&tensor.slice, &mut bytes).expect("read");
     assert!(bytes == expected);

@@ -60,9 +60,7 @@ pub use load::{Checkpoint, HostTensor};
 pub use oracle::Oracle;
 pub use random::RandomCheckpoint;
 pub use tokenizer::{TokenStream, Tokenizer};
-pub use weights::{
-    ExpertWeights, HeadWeights, KvWeights, LatentWeights, LayerWeights, MlpWeights, Tensor, Weights,
-};
+pub use weights::{Tensor, Weights};
 
 #[cfg(test)]
 mod testing;

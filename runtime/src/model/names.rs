@@ -2,8 +2,9 @@
 //! has of them.
 
 use super::config::ModelConfig;
-use super::experts::{BIAS, CORRECTION, DOWN, ExpertNames, GATE_UP, Mixture, SHARED, SHARED_GATE, packed};
+use super::experts::{BIAS, CORRECTION, DOWN, ExpertNames, GATE_UP, Mixture, SHARED_GATE};
 use mixfleet_scheduler::cost::{Experts, LatentAttention, MemberShare};
+use mixfleet_scheduler::layers::Weight;
 use std::ops::Range;
 
 pub(super) const EMBED: &str = "model.embed_tokens.weight";
@@ -17,94 +18,149 @@ pub(super) fn in_layer(layer: usize, part: &str) -> String {
     format!("model.layers.{layer}.{part}")
 }
 
-/// Name and shape of every tensor that a model of this shape has, in the order of the forward pass.
-pub(super) fn shapes(config: &ModelConfig) -> Vec<(String, Vec<u64>)> {
-    let wide = |n: u32| u64::from(n);
-    let (hidden, vocab, inner) = (wide(config.hidden), wide(config.vocab), wide(config.intermediate));
-    let head_dim = wide(config.head_dim);
-    let (q, kv) = (wide(config.heads) * head_dim, wide(config.kv_heads) * head_dim);
-
-    let mut all = vec![(EMBED.to_owned(), vec![vocab, hidden])];
-    for layer in 0..config.layers as usize {
-        let mut add = |part: &str, shape: &[u64]| all.push((in_layer(layer, part), shape.to_vec()));
-        add("input_layernorm.weight", &[hidden]);
-        if let Some(latent) = &config.latent {
-            latent.shapes((hidden, wide(config.heads)), &mut add);
-            add("self_attn.o_proj.weight", &[hidden, wide(config.heads) * wide(latent.lengths.v)]);
-        } else {
-            add("self_attn.q_proj.weight", &[q, hidden]);
-            add("self_attn.k_proj.weight", &[kv, hidden]);
-            add("self_attn.v_proj.weight", &[kv, hidden]);
-            add("self_attn.o_proj.weight", &[hidden, q]);
-        }
-        if config.qkv_bias {
-            add("self_attn.q_proj.bias", &[q]);
-            add("self_attn.k_proj.bias", &[kv]);
-            add("self_attn.v_proj.bias", &[kv]);
-        }
-        if config.o_bias {
-            add("self_attn.o_proj.bias", &[hidden]);
-        }
-        if config.sinks.is_some() {
-            add(SINKS, &[wide(config.heads)]);
-        }
-        if config.qk_norm {
-            add("self_attn.q_norm.weight", &[head_dim]);
-            add("self_attn.k_norm.weight", &[head_dim]);
-        }
-        add("post_attention_layernorm.weight", &[hidden]);
-        if let Some(experts) = config.experts_of(layer) {
-            add_experts(experts, hidden, &mut add);
-            continue;
-        }
-        add("mlp.gate_proj.weight", &[inner, hidden]);
-        add("mlp.up_proj.weight", &[inner, hidden]);
-        add("mlp.down_proj.weight", &[hidden, inner]);
-        if config.mlp_bias {
-            add("mlp.gate_proj.bias", &[inner]);
-            add("mlp.up_proj.bias", &[inner]);
-            add("mlp.down_proj.bias", &[hidden]);
-        }
-    }
-    all.push((NORM.to_owned(), vec![hidden]));
-    if !config.tied_embeddings {
-        all.push((LM_HEAD.to_owned(), vec![vocab, hidden]));
-    }
-    all
+/// A tensor of a checkpoint, and what it is of the model.
+#[derive(Clone, Debug)]
+pub(super) struct PlannedTensor {
+    pub(super) name: String,
+    pub(super) shape: Vec<u64>,
+    /// Its layer, if it is of one.
+    pub(super) layer: Option<u32>,
+    /// The weight that it is, or that is made of it: lift, lower and keys of up-projections.
+    pub(super) weight: Weight,
+    /// The expert that it is of, where the matrices of several are stored apart and are one weight.
+    pub(super) expert: Option<u32>,
 }
 
-/// The tensors of a layer's experts: all matrices of a kind one after the other.
-fn add_experts(experts: &Mixture, hidden: u64, add: &mut dyn FnMut(&str, &[u64])) {
-    let (count, inner, shared) =
-        (experts.routing.experts, u64::from(experts.intermediate), u64::from(experts.shared));
-    add(&format!("{}.weight", experts.names.router()), &[u64::from(count), hidden]);
-    if experts.names == ExpertNames::Fused {
-        let (at, count) = (experts.names.experts(), u64::from(count));
-        add(&format!("{}.bias", experts.names.router()), &[count]);
-        for (matrix, rows, columns) in [(GATE_UP, 2 * inner, hidden), (DOWN, hidden, inner)] {
-            add(&format!("{at}.{matrix}"), &[count * rows, columns]);
-            add(&format!("{at}.{matrix}{BIAS}"), &[count, rows]);
+/// The tensors of a model, in the order of the forward pass.
+struct TensorPlan {
+    all: Vec<PlannedTensor>,
+    layer: Option<u32>,
+}
+
+impl TensorPlan {
+    fn add(&mut self, weight: Weight, part: &str, shape: &[u64]) {
+        self.add_of(None, weight, part, shape);
+    }
+
+    fn add_of(&mut self, expert: Option<u32>, weight: Weight, part: &str, shape: &[u64]) {
+        let name = self.layer.map_or_else(|| part.to_owned(), |layer| in_layer(layer as usize, part));
+        self.all.push(PlannedTensor { name, shape: shape.to_vec(), layer: self.layer, weight, expert });
+    }
+
+    fn add_attention(&mut self, config: &ModelConfig) {
+        let n = |count: u32| u64::from(count);
+        let (hidden, heads, head_dim) = (n(config.hidden), n(config.heads), n(config.head_dim));
+        let (q, kv) = (heads * head_dim, n(config.kv_heads) * head_dim);
+        if let Some(latent) = &config.latent {
+            latent.shapes((hidden, heads), &mut |weight, part, shape| self.add(weight, part, shape));
+            self.add(Weight::O, "self_attn.o_proj.weight", &[hidden, heads * n(latent.lengths.v)]);
+        } else {
+            self.add(Weight::Q, "self_attn.q_proj.weight", &[q, hidden]);
+            self.add(Weight::K, "self_attn.k_proj.weight", &[kv, hidden]);
+            self.add(Weight::V, "self_attn.v_proj.weight", &[kv, hidden]);
+            self.add(Weight::O, "self_attn.o_proj.weight", &[hidden, q]);
         }
-        return;
-    }
-    if experts.correction {
-        add(CORRECTION, &[u64::from(count)]);
-    }
-    let [gate, up, down] = experts.names.matrices();
-    for (matrix, shape) in [(gate, [inner, hidden]), (up, [inner, hidden]), (down, [hidden, inner])] {
-        for expert in 0..count {
-            add(&format!("{}.{expert}.{matrix}.weight", experts.names.experts()), &shape);
+        if config.qkv_bias {
+            self.add(Weight::QBias, "self_attn.q_proj.bias", &[q]);
+            self.add(Weight::KBias, "self_attn.k_proj.bias", &[kv]);
+            self.add(Weight::VBias, "self_attn.v_proj.bias", &[kv]);
+        }
+        if config.o_bias {
+            self.add(Weight::OBias, "self_attn.o_proj.bias", &[hidden]);
+        }
+        if config.sinks.is_some() {
+            self.add(Weight::Sinks, SINKS, &[heads]);
+        }
+        if config.qk_norm {
+            self.add(Weight::QNorm, "self_attn.q_norm.weight", &[head_dim]);
+            self.add(Weight::KNorm, "self_attn.k_norm.weight", &[head_dim]);
         }
     }
-    if shared > 0 {
-        let stem = experts.names.shared();
-        add(&format!("{stem}.gate_proj.weight"), &[shared, hidden]);
-        add(&format!("{stem}.up_proj.weight"), &[shared, hidden]);
-        add(&format!("{stem}.down_proj.weight"), &[hidden, shared]);
+
+    /// An MLP under this name, whose inner layer has this length.
+    fn add_mlp(&mut self, stem: &str, [hidden, inner]: [u64; 2], has_biases: bool) {
+        self.add(Weight::Gate, &format!("{stem}.gate_proj.weight"), &[inner, hidden]);
+        self.add(Weight::Up, &format!("{stem}.up_proj.weight"), &[inner, hidden]);
+        self.add(Weight::Down, &format!("{stem}.down_proj.weight"), &[hidden, inner]);
+        if has_biases {
+            self.add(Weight::GateBias, &format!("{stem}.gate_proj.bias"), &[inner]);
+            self.add(Weight::UpBias, &format!("{stem}.up_proj.bias"), &[inner]);
+            self.add(Weight::DownBias, &format!("{stem}.down_proj.bias"), &[hidden]);
+        }
     }
-    if experts.shared_gate {
-        add(&format!("{SHARED_GATE}.weight"), &[1, hidden]);
+
+    /// A layer's experts: all matrices of a kind one after the other.
+    fn add_experts(&mut self, experts: &Mixture, hidden: u64) {
+        let (names, count) = (experts.names, experts.routing.experts);
+        let (all, inner, shared) = (u64::from(count), experts.intermediate.into(), experts.shared.into());
+        self.add(Weight::Router, &format!("{}.weight", names.router()), &[all, hidden]);
+        if names == ExpertNames::Fused {
+            let at = names.experts();
+            self.add(Weight::RouterBias, &format!("{}.bias", names.router()), &[all]);
+            for (matrix, weight, bias, [rows, columns]) in [
+                (GATE_UP, Weight::ExpertGate, Weight::ExpertGateBias, [2 * inner, hidden]),
+                (DOWN, Weight::ExpertDown, Weight::ExpertDownBias, [hidden, inner]),
+            ] {
+                self.add(weight, &format!("{at}.{matrix}"), &[all * rows, columns]);
+                self.add(bias, &format!("{at}.{matrix}{BIAS}"), &[all, rows]);
+            }
+            return;
+        }
+        if experts.correction {
+            self.add(Weight::Correction, CORRECTION, &[all]);
+        }
+        let [gate, up, down] = names.matrices();
+        for (matrix, weight, shape) in [
+            (gate, Weight::ExpertGate, [inner, hidden]),
+            (up, Weight::ExpertUp, [inner, hidden]),
+            (down, Weight::ExpertDown, [hidden, inner]),
+        ] {
+            for expert in 0..count {
+                let part = format!("{}.{expert}.{matrix}.weight", names.experts());
+                self.add_of(Some(expert), weight, &part, &shape);
+            }
+        }
+        if shared > 0 {
+            self.add_mlp(names.shared(), [hidden, shared], false);
+        }
+        if experts.shared_gate {
+            self.add(Weight::SharedGate, &format!("{SHARED_GATE}.weight"), &[1, hidden]);
+        }
     }
+}
+
+/// Every tensor that a model of this shape has, in the order of the forward pass.
+pub(super) fn tensors(config: &ModelConfig) -> Vec<PlannedTensor> {
+    let [hidden, vocab, inner] = [config.hidden, config.vocab, config.intermediate].map(u64::from);
+    let mut plan = TensorPlan { all: Vec::new(), layer: None };
+    plan.add(Weight::Embedding, EMBED, &[vocab, hidden]);
+    for layer in 0..config.layers {
+        plan.layer = Some(layer);
+        plan.add(Weight::AttnNorm, "input_layernorm.weight", &[hidden]);
+        plan.add_attention(config);
+        plan.add(Weight::MlpNorm, "post_attention_layernorm.weight", &[hidden]);
+        match config.experts_of(layer as usize) {
+            Some(experts) => plan.add_experts(experts, hidden),
+            None => plan.add_mlp("mlp", [hidden, inner], config.mlp_bias),
+        }
+    }
+    plan.layer = None;
+    plan.add(Weight::LastNorm, NORM, &[hidden]);
+    if !config.tied_embeddings {
+        plan.all.push(lm_head(config));
+    }
+    plan.all
+}
+
+/// The LM head, which no tensor is of its own if it is the embedding.
+pub(super) fn lm_head(config: &ModelConfig) -> PlannedTensor {
+    let (name, shape) = (LM_HEAD.to_owned(), vec![config.vocab.into(), config.hidden.into()]);
+    PlannedTensor { name, shape, layer: None, weight: Weight::LmHead, expert: None }
+}
+
+/// Name and shape of every tensor.
+pub(super) fn shapes(config: &ModelConfig) -> Vec<(String, Vec<u64>)> {
+    tensors(config).into_iter().map(|tensor| (tensor.name, tensor.shape)).collect()
 }
 
 /// A part of a tensor `[rows, columns]`; a vector is a column.
@@ -117,14 +173,12 @@ pub(super) enum Cut {
     RowsOfEach(Range<u64>, u64),
 }
 
-/// The layer of a tensor, by its name.
-fn layer_of(name: &str) -> Option<u32> {
-    name.strip_prefix("model.layers.")?.split('.').next()?.parse().ok()
-}
-
 /// A member's part of a tensor; none if it has nothing of it.
-pub(super) fn cut(config: &ModelConfig, share: &MemberShare, name: &str) -> Option<Cut> {
-    if layer_of(name).is_some_and(|layer| !share.layers.contains(&layer)) {
+pub(super) fn cut(config: &ModelConfig, share: &MemberShare, tensor: &PlannedTensor) -> Option<Cut> {
+    let PlannedTensor { layer, weight, expert, .. } = *tensor;
+    let is_elsewhere = layer.is_some_and(|layer| !share.layers.contains(&layer))
+        || expert.is_some_and(|expert| !share.experts.contains(&expert));
+    if is_elsewhere {
         return None;
     }
     let range = |of: &Range<u32>, each: u32| {
@@ -135,61 +189,74 @@ pub(super) fn cut(config: &ModelConfig, share: &MemberShare, name: &str) -> Opti
         true => Cut::Whole,
         false => cut(range(of, each)),
     };
-    let (heads, kv_heads, inner) = (config.heads, config.kv_heads, config.intermediate);
+    let (heads, kv_heads) = (config.heads, config.kv_heads);
     // rows of a head's query, of what makes its key and value of a latent, and of its value
     let (of_query, of_latent, of_value) = match config.latent.as_ref().map(|latent| latent.lengths) {
         Some(LatentAttention { nope, rope, v, .. }) => (nope + rope, nope + v, v),
         None => (config.head_dim, 0, config.head_dim),
     };
+    let experts = layer.and_then(|layer| config.experts_of(layer as usize));
+    let is_of_experts =
+        weight.is_of_experts() || matches!(weight, Weight::ExpertGateBias | Weight::ExpertDownBias);
     // the inner layer of what it belongs to, and the share of it
-    if packed(name).is_some_and(|(_, expert)| !share.experts.contains(&expert)) {
-        return None;
-    }
-    let of_expert = |length: u32| (share.inner_of_experts(length, inner), length);
-    let (part_of_inner, inner) = match &config.experts {
-        Some(experts) if packed(name).is_some() || experts.names == ExpertNames::Fused => {
-            of_expert(experts.intermediate)
+    let whole = config.intermediate;
+    let (part_of_inner, inner) = match experts {
+        Some(experts) if is_of_experts => {
+            (share.inner_of_experts(experts.intermediate, whole), experts.intermediate)
         }
-        Some(experts) if name.contains(SHARED) => {
-            (Experts::share(experts.shared, &share.inner, inner), experts.shared)
-        }
-        _ => (share.inner.clone(), inner),
+        Some(experts) => (Experts::share(experts.shared, &share.inner, whole), experts.shared),
+        None => (share.inner.clone(), whole),
     };
-    let (stem, kind) = name.rsplit_once('.').unwrap_or((name, ""));
-    let module = stem.rsplit('.').next().unwrap_or(stem);
-    if module == "experts" && share.has_whole_experts() {
+    if is_of_experts && expert.is_none() {
+        return cut_fused(weight, share, (&part_of_inner, inner), config.hidden);
+    }
+    Some(match weight {
+        Weight::Sinks => return None,
+        Weight::Q | Weight::QBias => part(Cut::Rows, &share.heads, heads, of_query),
+        Weight::KvUp => part(Cut::Rows, &share.heads, heads, of_latent),
+        Weight::K | Weight::V | Weight::KBias | Weight::VBias => {
+            part(Cut::Rows, &share.kv_heads, kv_heads, config.head_dim)
+        }
+        Weight::Gate | Weight::Up | Weight::GateBias | Weight::UpBias => {
+            part(Cut::Rows, &part_of_inner, inner, 1)
+        }
+        Weight::ExpertGate | Weight::ExpertUp => part(Cut::Rows, &part_of_inner, inner, 1),
+        // it is added once
+        Weight::OBias | Weight::DownBias => return share.is_first().then_some(Cut::Whole),
+        Weight::O => part(Cut::Columns, &share.heads, heads, of_value),
+        Weight::Down | Weight::ExpertDown => part(Cut::Columns, &part_of_inner, inner, 1),
+        Weight::Embedding if !share.embeds() => return None,
+        Weight::LastNorm | Weight::LmHead if !share.has_head() => return None,
+        Weight::LmHead => part(Cut::Rows, &share.vocab, config.vocab, 1),
+        _ => Cut::Whole,
+    })
+}
+
+/// A member's part of a tensor of all experts together.
+fn cut_fused(
+    weight: Weight,
+    share: &MemberShare,
+    (part_of_inner, inner): (&Range<u32>, u32),
+    hidden: u32,
+) -> Option<Cut> {
+    let range = |of: &Range<u32>, each: u32| {
+        u64::from(of.start) * u64::from(each)..u64::from(of.end) * u64::from(each)
+    };
+    if share.has_whole_experts() {
         // rows of an expert's matrix; its biases are a row
-        let rows = match kind {
-            GATE_UP => 2 * inner,
-            DOWN => config.hidden,
+        let rows = match weight {
+            Weight::ExpertGate => 2 * inner,
+            Weight::ExpertDown => hidden,
             _ => 1,
         };
         return Some(Cut::Rows(range(&share.experts, rows)));
     }
-    if module == "experts" {
-        let all = part_of_inner == (0..inner);
-        let gates = range(&part_of_inner, 2);
-        return Some(match kind.strip_suffix(BIAS).unwrap_or(kind) {
-            DOWN if kind.ends_with(BIAS) => return share.is_first().then_some(Cut::Whole),
-            _ if all => Cut::Whole,
-            DOWN => Cut::Columns(range(&part_of_inner, 1)),
-            _ if kind.ends_with(BIAS) => Cut::Columns(gates),
-            _ => Cut::RowsOfEach(gates, 2 * u64::from(inner)),
-        });
-    }
-    Some(match (module, kind) {
-        ("self_attn", "sinks") => return None,
-        ("q_proj" | "q_b_proj", _) => part(Cut::Rows, &share.heads, heads, of_query),
-        ("kv_b_proj", _) => part(Cut::Rows, &share.heads, heads, of_latent),
-        ("k_proj" | "v_proj", _) => part(Cut::Rows, &share.kv_heads, kv_heads, config.head_dim),
-        ("gate_proj" | "up_proj" | "w1" | "w3", _) => part(Cut::Rows, &part_of_inner, inner, 1),
-        // it is added once
-        ("o_proj" | "down_proj", "bias") => return share.is_first().then_some(Cut::Whole),
-        ("o_proj", _) => part(Cut::Columns, &share.heads, heads, of_value),
-        ("down_proj" | "w2", _) => part(Cut::Columns, &part_of_inner, inner, 1),
-        ("embed_tokens", _) if !share.embeds() => return None,
-        ("norm" | "lm_head", _) if !share.has_head() => return None,
-        ("lm_head", _) => part(Cut::Rows, &share.vocab, config.vocab, 1),
-        _ => Cut::Whole,
+    let gates = range(part_of_inner, 2);
+    Some(match weight {
+        Weight::ExpertDownBias => return share.is_first().then_some(Cut::Whole),
+        _ if *part_of_inner == (0..inner) => Cut::Whole,
+        Weight::ExpertDown => Cut::Columns(range(part_of_inner, 1)),
+        Weight::ExpertGateBias => Cut::Columns(gates),
+        _ => Cut::RowsOfEach(gates, 2 * u64::from(inner)),
     })
 }

@@ -2,21 +2,18 @@
 
 use super::config::ModelConfig;
 use super::error::{Error, Result};
-use super::experts::{self, BIAS, ExpertNames, Mixture, SHARED_GATE, is_fused};
+use super::experts::BIAS;
 use super::latent::{self, LatentHeads};
 use super::load::{Checkpoint, Location};
 use super::made::{MadeMatrix, MadePart};
-use super::names::{self, Cut};
+use super::names::{self, Cut, PlannedTensor};
 use super::random::RandomCheckpoint;
-use super::weights::{
-    ExpertWeights, HeadWeights, KvWeights, LatentWeights, LayerWeights, MlpWeights, Tensor, Weights,
-};
+use super::weights::{Tensor, Weights};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::quantised::QuantisedPart;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, MatrixKind, OpSig, Quantised, Queue, Slice};
 use mixfleet_scheduler::cost::{LatentAttention, MemberShare, MemberWork};
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use mixfleet_scheduler::layers::Weight;
 use std::ops::Range;
 use std::path::Path;
 use std::time::Duration;
@@ -38,9 +35,9 @@ impl Checkpoint {
     /// # Errors
     /// When the device has too little memory or fails.
     pub fn place(&self, device: &dyn Device, progress: &mut dyn FnMut(u64, u64)) -> Result<Weights> {
-        let names = names::shapes(&self.config).into_iter().map(|(name, _)| name);
-        let placed = names.filter(|name| !name.ends_with(names::SINKS));
-        let cuts = placed.map(|name| (name, Cut::Whole)).collect();
+        // sinks are a part of the configuration
+        let placed = names::tensors(&self.config).into_iter().filter(|tensor| tensor.weight != Weight::Sinks);
+        let cuts = placed.map(|tensor| (tensor, Cut::Whole)).collect();
         self.place_cuts(device, cuts, Stage::whole(&self.config), progress)
     }
 
@@ -61,28 +58,29 @@ impl Checkpoint {
             MemberWork::Products => return self.place(device, progress).map(Some),
             MemberWork::Attention => return Ok(None),
         }
-        let mut all: Vec<String> = names::shapes(&self.config).into_iter().map(|(name, _)| name).collect();
+        let mut all = names::tensors(&self.config);
         if self.config.tied_embeddings {
-            all.push(names::LM_HEAD.to_owned());
+            all.push(names::lm_head(&self.config));
         }
-        let cut = |name: String| names::cut(&self.config, share, &name).map(|cut| (name, cut));
+        let cut = |tensor| names::cut(&self.config, share, &tensor).map(|cut| (tensor, cut));
         let MemberShare { layers, experts, .. } = share.clone();
-        let stage = Stage { layers, experts, embeds: share.embeds(), has_head: share.has_head() };
+        let stage = Stage { layers, experts };
         self.place_cuts(device, all.into_iter().filter_map(cut).collect(), stage, progress).map(Some)
     }
 
     fn place_cuts(
         &self,
         device: &dyn Device,
-        cuts: Vec<(String, Cut)>,
+        cuts: Vec<(PlannedTensor, Cut)>,
         stage: Stage,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Weights> {
         let limits = device.limits();
         let imports = self.import(device, &limits)?;
         let mut total = 0;
-        for (name, cut) in &cuts {
-            if let Some((latent, part, dtype)) = self.up_of(name, cut) {
+        for (tensor, cut) in &cuts {
+            let name = &tensor.name;
+            if let Some((latent, part, dtype)) = self.up_of(tensor, cut) {
                 total += latent.made_elements(part.len()) * dtype.size_bytes();
                 continue;
             }
@@ -92,26 +90,29 @@ impl Checkpoint {
             };
         }
         let mut done = 0;
-        let mut placed = HashMap::with_capacity(cuts.len());
+        let mut placed = Weights::none(stage.layers.len());
         let mut queue = None;
-        for (name, cut) in cuts {
-            if let Some((latent, part, dtype)) = self.up_of(&name, &cut) {
+        for (tensor, cut) in cuts {
+            let PlannedTensor { weight, expert, .. } = tensor;
+            let layer = tensor.layer.map_or(0, |layer| (layer - stage.layers.start) as usize);
+            if let Some((latent, part, dtype)) = self.up_of(&tensor, &cut) {
+                let name = tensor.name;
                 let all = self.values(&name).unwrap_or_default();
                 let values = all.get(part.clone()).ok_or_else(|| self.trouble(&name, "damaged".into()))?;
                 for (matrix, values) in latent.made(values) {
                     let tensor = latent::upload(device, &values, dtype)
                         .map_err(|error| error.context(format!("tensor '{name}'")))?;
-                    placed.insert(name.replace(latent::UP, matrix), tensor);
+                    *placed.slot(layer, matrix) = Some(tensor);
                 }
                 done += latent.made_elements(part.len()) * dtype.size_bytes();
                 progress(done, total);
                 continue;
             }
-            if let (Some((stored, made)), Some((all, number))) =
-                (self.made_for(&name), experts::packed(&name))
-            {
+            let name = tensor.name;
+            if let (Some((stored, made)), Some(number)) = (self.made_for(&name), expert) {
                 let mut part = |part| progress(done + part, total);
-                let (known, place) = (placed.entry(all), (number - stage.experts.start, stage.experts.len()));
+                let place = (number - stage.experts.start, stage.experts.len());
+                let known = placed.slot(layer, weight);
                 done += self.place_expert(device, (stored, made, &cut), (known, place), &mut part)?;
                 continue;
             }
@@ -120,17 +121,17 @@ impl Checkpoint {
                 let (tensor, bytes) = self.place_made(device, (stored, made, &cut), &imports, &mut part)?;
                 done += bytes;
                 progress(done, total);
-                placed.insert(name, tensor);
+                *placed.slot(layer, weight) = Some(tensor);
                 continue;
             }
             let (stored, location) = self.stored(&name);
             let bytes = location.bytes_of(&cut);
-            let dtype = self.dtype_on_device(&name, location);
-            if let Some((all, number)) = experts::packed(&name) {
+            let dtype = self.dtype_on_device((&name, weight), location);
+            if let Some(number) = expert {
                 // experts are stored apart and are one operand
-                let tensor = match placed.entry(all) {
-                    Entry::Occupied(known) => known.into_mut(),
-                    Entry::Vacant(free) => {
+                let tensor = match placed.slot(layer, weight) {
+                    Some(known) => known,
+                    free @ None => {
                         let slice = device.alloc(bytes * stage.experts.len() as u64, BufferUsage::Weights);
                         let failed = |error: mixfleet_hal::Error| error.context(format!("tensor '{name}'"));
                         free.insert(Tensor::plain(slice.map_err(failed)?, dtype))
@@ -160,22 +161,22 @@ impl Checkpoint {
             };
             done += bytes;
             progress(done, total);
-            placed.insert(name, Tensor::plain(slice, dtype));
+            *placed.slot(layer, weight) = Some(Tensor::plain(slice, dtype));
         }
         // Tensors copied after a file was truncated may be zeros.
         self.check()?;
-        assemble(&self.config, &stage, &mut placed)
+        Ok(with_tied_head(placed))
     }
 
     /// Of the up-projections of latent attention, which are taken apart: how, their elements in the cut, and
     /// the dtype of both parts. It is that of what is stored; numbers that were decoded are kept as they are.
-    fn up_of(&self, name: &str, cut: &Cut) -> Option<(&LatentHeads, Range<usize>, DType)> {
-        let latent = self.config.latent.as_ref().filter(|_| name.ends_with(latent::UP))?;
+    fn up_of(&self, tensor: &PlannedTensor, cut: &Cut) -> Option<(&LatentHeads, Range<usize>, DType)> {
+        let latent = self.config.latent.as_ref().filter(|_| tensor.weight == Weight::KvUp)?;
         let LatentAttention { kv_rank, nope, v, .. } = latent.lengths;
         let all = 0..u64::from(self.config.heads) * u64::from(nope + v);
         let rows = if let Cut::Rows(rows) = cut { rows } else { &all };
         let [start, end] = [rows.start, rows.end].map(|row| to_usize(row * u64::from(kv_rank)));
-        Some((latent, start..end, self.tensors.get(name).map_or(DType::F32, |stored| stored.dtype)))
+        Some((latent, start..end, self.tensors.get(&tensor.name).map_or(DType::F32, |stored| stored.dtype)))
     }
 
     /// Places a matrix of one of several experts, which are stored apart and are one operand: array by array
@@ -184,7 +185,7 @@ impl Checkpoint {
         &self,
         device: &dyn Device,
         (name, made, cut): (&str, &MadeMatrix, &Cut),
-        (known, (number, count)): (Entry<'_, String, Tensor>, (u32, usize)),
+        (known, (number, count)): (&mut Option<Tensor>, (u32, usize)),
         progress: &mut dyn FnMut(u64),
     ) -> Result<u64> {
         let part = made.cut(cut).map_err(|problem| self.trouble(name, problem))?;
@@ -197,8 +198,8 @@ impl Checkpoint {
         };
         let arrays = kind.parts(1, part.rows, part.columns);
         let tensor = match known {
-            Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(free) => {
+            Some(known) => known,
+            free @ None => {
                 let alloc = |array: &QuantisedPart| {
                     let bytes = array.elements() * array.dtype.size_bytes() * count as u64;
                     device.alloc(bytes, BufferUsage::Weights)
@@ -237,12 +238,14 @@ impl Checkpoint {
     }
 
     /// The dtype of a tensor on the device: a bias takes its matrix's, everything else keeps its own.
-    fn dtype_on_device(&self, name: &str, location: &Location) -> DType {
-        if name.ends_with(experts::CORRECTION) {
+    fn dtype_on_device(&self, (name, weight): (&str, Weight), location: &Location) -> DType {
+        if weight == Weight::Correction {
             return DType::F32;
         }
-        let of_experts = name.strip_suffix(BIAS).filter(|matrix| is_fused(matrix)).map(str::to_owned);
-        let matrix = of_experts.or_else(|| Some(format!("{}.weight", name.strip_suffix(".bias")?)));
+        let matrix = match weight {
+            Weight::ExpertGateBias | Weight::ExpertDownBias => name.strip_suffix(BIAS).map(str::to_owned),
+            _ => name.strip_suffix(".bias").map(|module| format!("{module}.weight")),
+        };
         let Some(matrix) = matrix else { return location.dtype };
         match self.made.get(&matrix).map(|made| made.kind) {
             Some(MatrixKind::Quantised(_)) => DType::F32,
@@ -415,153 +418,52 @@ impl RandomCheckpoint {
     /// When the configuration is invalid, or the device has too little memory.
     pub fn unwritten(&self, device: &dyn Device) -> Result<Weights> {
         let (config, dtype) = (self.model_config()?, self.dtype);
-        let mut placed = HashMap::new();
-        for (name, shape) in names::shapes(&config) {
-            if name.ends_with(names::SINKS) {
-                continue;
-            }
+        let mut placed = Weights::none(config.layers as usize);
+        for PlannedTensor { shape, layer, weight, expert, .. } in names::tensors(&config) {
             // the first of several experts takes the room of all
-            let (name, copies) = match (experts::packed(&name), &config.experts) {
-                (Some((_, 1..)), _) => continue,
-                (Some((all, 0)), Some(experts)) => (all, u64::from(experts.routing.experts)),
-                _ => (name, 1),
+            let copies = match (expert, &config.experts) {
+                (Some(1..), _) => continue,
+                (Some(0), Some(experts)) => u64::from(experts.routing.experts),
+                _ => 1,
             };
-            let dtype = if name.ends_with(experts::CORRECTION) { DType::F32 } else { dtype };
-            let mut alloc = |name: String, elements: u64| -> Result<()> {
+            let dtype = if weight == Weight::Correction { DType::F32 } else { dtype };
+            let mut alloc = |weight: Weight, elements: u64| -> Result<()> {
                 let bytes = copies * elements * dtype.size_bytes();
-                placed.insert(name, Tensor::plain(device.alloc(bytes, BufferUsage::Weights)?, dtype));
+                let tensor = Tensor::plain(device.alloc(bytes, BufferUsage::Weights)?, dtype);
+                *placed.slot(layer.unwrap_or(0) as usize, weight) = Some(tensor);
                 Ok(())
             };
-            match (name.strip_suffix(latent::UP), &config.latent) {
-                (Some(stem), Some(latent)) => {
+            match (weight, &config.latent) {
+                (Weight::Sinks, _) => {}
+                (Weight::KvUp, Some(latent)) => {
                     for (matrix, elements) in latent.made_lengths(config.heads) {
-                        alloc(format!("{stem}{matrix}"), elements)?;
+                        alloc(matrix, elements)?;
                     }
                 }
-                _ => alloc(name, shape.iter().product())?,
+                _ => alloc(weight, shape.iter().product())?,
             }
         }
-        assemble(&config, &Stage::whole(&config), &mut placed)
+        Ok(with_tied_head(placed))
     }
 }
 
-/// The layers of a device and its experts of each, and whether it has what comes before and after all layers.
+/// The layers of a device, and its experts of each.
 struct Stage {
     layers: Range<u32>,
     experts: Range<u32>,
-    embeds: bool,
-    has_head: bool,
 }
 
 impl Stage {
     fn whole(config: &ModelConfig) -> Self {
         let experts = config.experts.as_ref().map_or(0..0, |experts| experts.held.clone());
-        Stage { layers: 0..config.layers, experts, embeds: true, has_head: true }
+        Stage { layers: 0..config.layers, experts }
     }
 }
 
-/// The experts of a layer, whose tensors `take` has by their names within it.
-fn expert_weights(
-    experts: &Mixture,
-    take: &mut dyn FnMut(&str) -> Option<Tensor>,
-    missing: &dyn Fn(&str) -> Error,
-) -> Result<ExpertWeights> {
-    let fused = experts.names == ExpertNames::Fused;
-    let matrix = |matrix: &str| match fused {
-        true => format!("{}.{matrix}", experts.names.experts()),
-        false => format!("{}.{matrix}.weight", experts.names.experts()),
-    };
-    let [gate, up, down] = experts.names.matrices();
-    let router = experts.names.router();
-    let biases = [format!("{router}.bias"), matrix(gate) + BIAS, matrix(down) + BIAS];
-    let biases = biases.map(|name| if fused { take(&name) } else { None });
-    let mut part = |name: String| take(&name).ok_or_else(|| missing(&name));
-    Ok(ExpertWeights {
-        router: part(format!("{router}.weight"))?,
-        gate: part(matrix(gate))?,
-        up: if fused { None } else { Some(part(matrix(up))?) },
-        correction: experts.correction.then(|| part(experts::CORRECTION.to_owned())).transpose()?,
-        down: part(matrix(down))?,
-        biases,
-        shared_gate: experts.shared_gate.then(|| part(format!("{SHARED_GATE}.weight"))).transpose()?,
-    })
-}
-
-fn assemble(config: &ModelConfig, stage: &Stage, placed: &mut HashMap<String, Tensor>) -> Result<Weights> {
-    let missing = |name: &str| Error::tensor(Path::new("(device)"), name, "was not placed");
-    let mut take = |name: &str| placed.remove(name).ok_or_else(|| missing(name));
-    let embed = stage.embeds.then(|| take(names::EMBED)).transpose()?;
-    let norm = stage.has_head.then(|| take(names::NORM)).transpose()?;
-    let mut layers = Vec::with_capacity(stage.layers.len());
-    for layer in stage.layers.start as usize..stage.layers.end as usize {
-        let mut optional = |name: &str| placed.remove(&names::in_layer(layer, name));
-        let q_bias = optional("self_attn.q_proj.bias");
-        let k_bias = optional("self_attn.k_proj.bias");
-        let v_bias = optional("self_attn.v_proj.bias");
-        let o_bias = optional("self_attn.o_proj.bias");
-        let q_norm = optional("self_attn.q_norm.weight");
-        let k_norm = optional("self_attn.k_norm.weight");
-        let mlp = |stem: &str, optional: &mut dyn FnMut(&str) -> Option<Tensor>| -> Result<MlpWeights> {
-            let mut of = |name: &str| optional(&format!("{stem}.{name}"));
-            let [gate_bias, up_bias, down_bias] =
-                ["gate_proj.bias", "up_proj.bias", "down_proj.bias"].map(&mut of);
-            let mut part = |name: &str| {
-                of(name).ok_or_else(|| missing(&names::in_layer(layer, &format!("{stem}.{name}"))))
-            };
-            let (gate, up) = (part("gate_proj.weight")?, part("up_proj.weight")?);
-            Ok(MlpWeights { gate, up, down: part("down_proj.weight")?, gate_bias, up_bias, down_bias })
-        };
-        let experts = config.experts_of(layer);
-        let mlp = match experts {
-            None => Some(mlp("mlp", &mut optional)?),
-            Some(experts) if experts.shared > 0 => Some(mlp(experts.names.shared(), &mut optional)?),
-            Some(_) => None,
-        };
-        let unplaced = |name: &str| missing(&names::in_layer(layer, name));
-        let experts = experts.map(|experts| expert_weights(experts, &mut optional, &unplaced)).transpose()?;
-        let mut part = |name: &str| optional(name).ok_or_else(|| unplaced(name));
-        layers.push(LayerWeights {
-            attn_norm: part("input_layernorm.weight")?,
-            q: match &config.latent {
-                Some(latent) if latent.lengths.q_rank > 0 => part("self_attn.q_b_proj.weight")?,
-                _ => part("self_attn.q_proj.weight")?,
-            },
-            kv: match &config.latent {
-                Some(latent) => KvWeights::Latent(LatentWeights {
-                    q_down: match latent.lengths.q_rank {
-                        0 => None,
-                        _ => Some((
-                            part("self_attn.q_a_proj.weight")?,
-                            part("self_attn.q_a_layernorm.weight")?,
-                        )),
-                    },
-                    kv_down: part("self_attn.kv_a_proj_with_mqa.weight")?,
-                    kv_norm: part("self_attn.kv_a_layernorm.weight")?,
-                    lift: part(latent::LIFT)?,
-                    lower: part(latent::LOWER)?,
-                    keys: (latent.lengths.expanded_tokens > 0).then(|| part(latent::KEYS)).transpose()?,
-                }),
-                None => {
-                    KvWeights::Apart([part("self_attn.k_proj.weight")?, part("self_attn.v_proj.weight")?])
-                }
-            },
-            o: part("self_attn.o_proj.weight")?,
-            mlp_norm: part("post_attention_layernorm.weight")?,
-            q_bias,
-            k_bias,
-            v_bias,
-            o_bias,
-            q_norm,
-            k_norm,
-            mlp,
-            experts,
-        });
+/// The same where a tied head, unless it is a part of the embedding, is all of it.
+fn with_tied_head(mut placed: Weights) -> Weights {
+    if placed.get(0, Weight::LastNorm).is_some() && placed.get(0, Weight::LmHead).is_none() {
+        *placed.slot(0, Weight::LmHead) = placed.get(0, Weight::Embedding).cloned();
     }
-    // a tied head that is not a part of the embedding is all of it
-    let tied = || embed.clone().filter(|_| config.tied_embeddings);
-    let head = |norm| -> Result<HeadWeights> {
-        let lm_head = placed.remove(names::LM_HEAD).or_else(tied).ok_or_else(|| missing(names::LM_HEAD))?;
-        Ok(HeadWeights { norm, lm_head })
-    };
-    Ok(Weights { head: norm.map(head).transpose()?, embed, layers })
+    placed
 }

@@ -2,12 +2,13 @@
 
 use super::config::ModelConfig;
 use super::error::{Error, Result};
-use super::experts::CORRECTION;
 use super::load::{Checkpoint, HostTensor, Location};
+use super::names::PlannedTensor;
 use super::{builtin, names};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::{DType, HostMemory};
+use mixfleet_scheduler::layers::Weight;
 use mixfleet_scheduler::models::KnownModel;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Map, Value, json};
@@ -54,12 +55,14 @@ impl RandomCheckpoint {
     /// When `config` is invalid.
     pub fn tensors(&self) -> Result<Vec<HostTensor>> {
         let config = self.model_config()?;
-        let one = |(i, (name, shape)): (usize, (String, Vec<u64>))| {
+        let one = |(i, tensor): (usize, PlannedTensor)| {
+            let spread = Spread::of(&tensor);
+            let PlannedTensor { name, shape, .. } = tensor;
             let stream = Stream::new(self.seed ^ mixfleet_hal::random::bits(self.seed, i as u64));
-            let bytes = Spread::of(&name, &shape).fill(shape.iter().product(), self.dtype, stream);
+            let bytes = spread.fill(shape.iter().product(), self.dtype, stream);
             HostTensor { name, dtype: self.dtype, shape, bytes }
         };
-        Ok(names::shapes(&config).into_iter().enumerate().map(one).collect())
+        Ok(names::tensors(&config).into_iter().enumerate().map(one).collect())
     }
 
     /// The checkpoint in memory.
@@ -118,8 +121,9 @@ impl RandomCheckpoint {
         let (mut patterns, mut tensors) = (Vec::new(), HashMap::new());
         let mut known: Vec<Spread> = Vec::new();
         let elements = period_bytes as u64 / self.dtype.size_bytes();
-        for (name, shape) in names::shapes(&config) {
-            let spread = Spread::of(&name, &shape);
+        for tensor in names::tensors(&config) {
+            let spread = Spread::of(&tensor);
+            let PlannedTensor { name, shape, .. } = tensor;
             let shard = known.iter().position(|other| *other == spread).unwrap_or_else(|| {
                 known.push(spread);
                 let period = spread.fill(elements, self.dtype, Stream::new(random.next_u64()));
@@ -174,13 +178,12 @@ struct Spread {
 }
 
 impl Spread {
-    fn of(name: &str, shape: &[u64]) -> Self {
-        let (middle, deviation) = match shape {
-            [_, _] if name == names::EMBED => (0.0, 1.0),
-            [_, inputs] => (0.0, (1.0 / *inputs as f64).sqrt()),
-            _ if name.ends_with(".bias") => (0.0, 0.2),
-            _ if name.ends_with(names::SINKS) => (0.0, 1.0),
-            _ if name.ends_with(CORRECTION) => (0.0, 0.1),
+    fn of(tensor: &PlannedTensor) -> Self {
+        let (middle, deviation) = match (tensor.weight, &tensor.shape[..]) {
+            (Weight::Embedding | Weight::Sinks, _) => (0.0, 1.0),
+            (_, [_, inputs]) => (0.0, (1.0 / *inputs as f64).sqrt()),
+            (Weight::Correction, _) => (0.0, 0.1),
+            (weight, _) if weight.is_bias() => (0.0, 0.2),
             _ => (1.0, 0.1),
         };
         Spread { middle, deviation }

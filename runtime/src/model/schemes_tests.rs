@@ -2,6 +2,7 @@ use super::super::testing::{MemoryDevice, ReadFiles, fixtures_named, golden, ids
 use super::super::{Checkpoint, Oracle};
 use super::*;
 use mixfleet_hal::{Device, HostMemory, Slice};
+use mixfleet_scheduler::layers::Weight;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -128,8 +129,8 @@ fn experts_in_mxfp4_take_little_beside_the_file_and_their_shares_are_disjoint() 
         let weights = |share| {
             let device = MemoryDevice::new(false, 64);
             let placed = checkpoint.place_share(&device, share, &mut |_, _| {}).unwrap().unwrap();
-            let experts = placed.layers[1].experts.clone().unwrap();
-            [experts.gate, experts.down].map(|matrix| {
+            [Weight::ExpertGate, Weight::ExpertDown].map(|weight| {
+                let matrix = placed.get(1, weight).unwrap();
                 let arrays: Vec<Vec<f64>> = matrix.arrays().map(|array| words(&device, array)).collect();
                 arrays.into_iter().next().unwrap()
             })

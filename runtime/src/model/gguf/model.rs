@@ -4,11 +4,12 @@ use super::super::config::ModelConfig;
 use super::super::error::{Error, Result};
 use super::super::load::{Checkpoint, Location};
 use super::super::made::{MadeMatrix, MadePart, SourceTensor};
-use super::super::names;
+use super::super::names::{self, PlannedTensor};
 use super::super::repack::{self, BlockPart, GgufBlock};
 use super::file::{GgufFile, GgufTensor};
 use mixfleet_hal::cast::{to_f32, to_u32};
 use mixfleet_hal::{CodeKind, DType, FileMapper, HostMemory, MatrixKind, Quantised, ScaleKind, ZeroKind};
+use mixfleet_scheduler::layers::Weight;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -153,37 +154,34 @@ fn kind_of(kind: u32) -> Option<(GgufBlock, Quantised)> {
 }
 
 /// The name that a tensor of a checkpoint has in a GGUF file.
-fn stored_name(name: &str) -> Option<String> {
-    let Some(rest) = name.strip_prefix("model.layers.") else {
-        return match name {
-            names::EMBED => Some("token_embd.weight".to_owned()),
-            names::NORM => Some("output_norm.weight".to_owned()),
-            names::LM_HEAD => Some("output.weight".to_owned()),
-            _ => None,
-        };
-    };
-    let (layer, rest) = rest.split_once('.')?;
-    let (module, end) = rest.rsplit_once('.')?;
-    let module = match module {
-        "input_layernorm" => "attn_norm",
-        "post_attention_layernorm" => "ffn_norm",
-        "self_attn.q_proj" => "attn_q",
-        "self_attn.k_proj" => "attn_k",
-        "self_attn.v_proj" => "attn_v",
-        "self_attn.o_proj" => "attn_output",
-        "self_attn.q_norm" => "attn_q_norm",
-        "self_attn.k_norm" => "attn_k_norm",
-        "mlp.gate_proj" => "ffn_gate",
-        "mlp.up_proj" => "ffn_up",
-        "mlp.down_proj" => "ffn_down",
+fn stored_name(tensor: &PlannedTensor) -> Option<String> {
+    let module = match tensor.weight {
+        Weight::Embedding => "token_embd",
+        Weight::LastNorm => "output_norm",
+        Weight::LmHead => "output",
+        Weight::AttnNorm => "attn_norm",
+        Weight::MlpNorm => "ffn_norm",
+        Weight::Q | Weight::QBias => "attn_q",
+        Weight::K | Weight::KBias => "attn_k",
+        Weight::V | Weight::VBias => "attn_v",
+        Weight::O | Weight::OBias => "attn_output",
+        Weight::QNorm => "attn_q_norm",
+        Weight::KNorm => "attn_k_norm",
+        Weight::Gate | Weight::GateBias => "ffn_gate",
+        Weight::Up | Weight::UpBias => "ffn_up",
+        Weight::Down | Weight::DownBias => "ffn_down",
         _ => return None,
     };
-    Some(format!("blk.{layer}.{module}.{end}"))
+    let end = if tensor.weight.is_bias() { "bias" } else { "weight" };
+    Some(match tensor.layer {
+        Some(layer) => format!("blk.{layer}.{module}.{end}"),
+        None => format!("{module}.{end}"),
+    })
 }
 
 /// Whether rows of a tensor of this architecture stand in the order of pairs that rope turns.
-fn is_paired(architecture: &str, name: &str) -> bool {
-    architecture == "llama" && (name.contains(".q_proj.") || name.contains(".k_proj."))
+fn is_paired(architecture: &str, weight: Weight) -> bool {
+    architecture == "llama" && matches!(weight, Weight::Q | Weight::K | Weight::QBias | Weight::KBias)
 }
 
 /// Opens a GGUF file as a checkpoint; its tensors stay where they are until they are placed.
@@ -198,9 +196,11 @@ pub(in super::super) fn open(file: &Path, mapper: &dyn FileMapper) -> Result<Che
     let architecture = config.family.clone();
     let (mut tensors, mut made) = (HashMap::new(), BTreeMap::new());
     let mut plain_bytes = HashMap::new();
-    for (name, shape) in names::shapes(&config) {
+    for planned in names::tensors(&config) {
+        let (stored, weight) = (stored_name(&planned), planned.weight);
+        let PlannedTensor { name, shape, .. } = planned;
         let wrong = |problem: String| Error::tensor(file, &name, problem);
-        let stored = stored_name(&name).and_then(|name| gguf.tensors.get(&name).map(|t| (name, t)));
+        let stored = stored.and_then(|name| gguf.tensors.get(&name).map(|t| (name, t)));
         let Some((stored_name, tensor)) = stored else {
             return Err(wrong(format!("missing, expected {shape:?} for this {architecture}")));
         };
@@ -209,7 +209,7 @@ pub(in super::super) fn open(file: &Path, mapper: &dyn FileMapper) -> Result<Che
             let problem = format!("{} x {}, expected {shape:?}", tensor.rows, tensor.columns);
             return Err(Error::tensor(file, &stored_name, problem));
         }
-        let paired = is_paired(&architecture, &name);
+        let paired = is_paired(&architecture, weight);
         match plain_of(tensor.kind) {
             Some(dtype) if !paired => {
                 if shape.len() == 2 {
