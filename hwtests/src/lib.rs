@@ -20,7 +20,6 @@
 )]
 #![forbid(unsafe_code)]
 
-pub mod bars;
 mod bench;
 pub mod bounds;
 pub mod cases;
@@ -29,12 +28,9 @@ mod checks;
 mod datasheet;
 mod draws;
 mod experts;
-pub mod files;
-pub mod html;
 mod ids;
 mod inputs;
 pub mod links;
-pub mod numbers;
 pub mod oracle;
 mod paged;
 pub mod profile;
@@ -44,7 +40,6 @@ pub mod report;
 mod roofline;
 mod scaled;
 mod suite;
-pub mod svg;
 pub mod validate;
 
 pub use cases::SuiteLevel;

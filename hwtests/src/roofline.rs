@@ -1,9 +1,9 @@
 //! The roofline of a device: what it reaches by what it computes per byte (Williams, Waterman & Patterson
 //! 2009), under a roof that was measured.
 
-use crate::html::Html;
-use crate::numbers::scaled;
-use crate::svg::{Axis, Chart, Mark, Scale, Series};
+use mixfleet_report::html::Html;
+use mixfleet_report::numbers::scaled;
+use mixfleet_report::svg::{Axis, Chart, Mark, Scale, Series};
 use std::collections::BTreeMap;
 
 /// What a roofline is drawn of.

@@ -1,12 +1,12 @@
 //! A profile as a card for the terminal.
 
-use super::document::{Flag, PointResult, ProfileDocument, ReachedRate};
-use super::text::{bar, gibibytes, histogram, rate};
+use super::document::{Flag, PointResult, ProfileDocument, Rate, ReachedRate};
 use super::work::Group;
 use crate::datasheet::catalog_part;
-use crate::numbers::scaled;
 use mixfleet_hal::DType;
 use mixfleet_hal::catalog::Part;
+use mixfleet_report::numbers::scaled;
+use mixfleet_report::text::{bar, gibibytes, histogram};
 use std::fmt::Write as _;
 
 const BAR: usize = 18;
@@ -47,7 +47,7 @@ pub fn points(document: &ProfileDocument) -> String {
         for point in measured {
             let Some(seconds) = &point.seconds else { continue };
             let (median, cv) = (scaled(seconds.median, "s"), format!("{:.1} %", 100.0 * seconds.cv));
-            let rate = point.rate().map_or_else(|| "-".to_owned(), rate);
+            let rate = point.rate().map_or_else(|| "-".to_owned(), Rate::text);
             let samples = histogram(&seconds.samples, BINS);
             let _ = writeln!(out, "  {:<names$}  {median:>7}  {rate:>11}  {cv:>6}  {samples}", point.id);
         }

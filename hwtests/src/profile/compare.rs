@@ -3,8 +3,8 @@
 use super::control::drift;
 use super::document::{PointResult, ProfileDocument};
 use super::stats::SampleStats;
-use crate::numbers::scaled;
 use mixfleet_hal::cast::to_u32;
+use mixfleet_report::numbers::scaled;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;

@@ -10,6 +10,7 @@ use super::work::Group;
 use mixfleet_hal::device::Health;
 use mixfleet_hal::profile::ExpectedError;
 use mixfleet_hal::{Device, DeviceKind, OpSig};
+use mixfleet_report::numbers::scaled;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -482,6 +483,17 @@ pub struct Rate {
     pub value: f64,
     /// Unit of the amount.
     pub unit: Unit,
+}
+
+impl Rate {
+    /// Formats the rate with its unit: `41.2 GB/s`, `412 GFLOP/s`.
+    pub fn text(self) -> String {
+        let unit = match self.unit {
+            Unit::Flop => "FLOP/s",
+            Unit::Byte => "B/s",
+        };
+        scaled(self.value, unit)
+    }
 }
 
 impl DeviceIdentity {

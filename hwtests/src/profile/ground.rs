@@ -11,6 +11,7 @@ use mixfleet_hal::random::Stream;
 use mixfleet_hal::sample::{LOG2_E, PARAMETER_WORDS, Parameters, fraction};
 use mixfleet_hal::units::MIB;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, KvShape, OpSig, Operand, OperandAccess, Slice};
+use mixfleet_report::numbers::size;
 
 /// Alignment of windows, unless the device's own is larger.
 const STRIDE: u64 = 4096;
@@ -77,7 +78,7 @@ impl<'a> Ground<'a> {
 
     fn room(&self, bytes: u64) -> Result<(), Problem> {
         if bytes > self.slab_bytes {
-            let (want, have) = (crate::numbers::size(bytes), crate::numbers::size(self.slab_bytes));
+            let (want, have) = (size(bytes), size(self.slab_bytes));
             return Err(Problem::Skip(format!("needs a buffer of {want}, the profiler may use {have}")));
         }
         Ok(())
@@ -123,7 +124,7 @@ impl<'a> Ground<'a> {
         let needed = cold_each.len() as u64;
         let variants = self.windows(largest).checked_div(needed).unwrap_or(1);
         if variants == 0 {
-            let want = crate::numbers::size(cold_each.iter().sum());
+            let want = size(cold_each.iter().sum());
             return Err(Problem::Skip(format!("needs {want} of buffers, more than the profiler may use")));
         }
         let variants = variants.min(VARIANTS_MAX);
@@ -185,7 +186,7 @@ impl<'a> Ground<'a> {
         let bytes = bytes.max(STRIDE);
         let limit = self.device.limits().allocation_bytes_max.min(self.bytes_max);
         if bytes > limit {
-            let (want, have) = (crate::numbers::size(bytes), crate::numbers::size(limit));
+            let (want, have) = (size(bytes), size(limit));
             return Err(Problem::Skip(format!("needs {want} for activations, the profiler may use {have}")));
         }
         if let Some(warm) = self.warm.as_ref().filter(|warm| warm.bytes >= bytes) {

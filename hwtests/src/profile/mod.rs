@@ -33,7 +33,6 @@ pub mod plan;
 mod run;
 mod sampler;
 mod stats;
-pub mod text;
 pub mod work;
 
 pub use card::{card, points};

@@ -1,14 +1,14 @@
 //! A profile as one self-contained HTML page.
 
 use super::document::{PointResult, PointStatus, ProfileDocument};
-use super::text::{gibibytes, rate};
 use super::work::{Group, Work};
-use crate::html::{Cell, Html, Tone};
-use crate::numbers::scaled;
 use crate::roofline::Roofline;
-use crate::svg::{Axis, Chart, DISTINCT_MAX, Mark, Scale, Series};
 use mixfleet_hal::profile::Traffic;
 use mixfleet_hal::{KvShape, OpSig};
+use mixfleet_report::html::{Cell, Html, Tone};
+use mixfleet_report::numbers::scaled;
+use mixfleet_report::svg::{Axis, Chart, DISTINCT_MAX, Mark, Scale, Series};
+use mixfleet_report::text::gibibytes;
 use std::collections::BTreeMap;
 
 /// Renders the page.
@@ -28,7 +28,7 @@ pub fn page(document: &ProfileDocument) -> String {
         "{} ({}), measured {} by {} {}",
         device.name, device.id, document.measured_at, document.tool.name, document.tool.version
     );
-    crate::html::page("Device profile", &subtitle, &body)
+    mixfleet_report::html::page("Device profile", &subtitle, &body)
 }
 
 fn tiles(body: &mut Html, document: &ProfileDocument) {
@@ -307,7 +307,7 @@ fn row(p: &PointResult) -> Vec<Cell> {
         seconds(s.map(|s| s.p5)),
         seconds(s.map(|s| s.p95)),
         Cell::number(s.map_or("-".to_owned(), |s| format!("{:.1} %", 100.0 * s.cv))),
-        Cell::number(p.rate().map_or("-".to_owned(), rate)),
+        Cell::number(p.rate().map_or("-".to_owned(), |rate| rate.text())),
         Cell::text(timer),
         Cell::text(remarks),
     ]

@@ -5,11 +5,11 @@
 //! can be compared point by point and a vendor can claim a point. [`Work::parse`] is the inverse of
 //! [`Work::id`]: any well-formed name can be measured, whether a level includes it or not.
 
-use crate::numbers::size;
 use mixfleet_hal::profile::Traffic;
 use mixfleet_hal::{
     DType, ExpertRouting, GroupedRows, KvShape, LatentKv, MatrixKind, OpSig, RotaryPart, Scalar,
 };
+use mixfleet_report::numbers::size;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;

@@ -6,14 +6,14 @@ use super::datasheet::DatasheetShares;
 use super::document::Validation;
 use super::levels::purpose;
 use super::soak::{SoakPhase, SoakSample};
-use crate::bars::{BarRow, Bars};
-use crate::html::{Html, Tone};
-use crate::numbers::scaled;
 use crate::profile::Work;
 use crate::roofline::Roofline;
-use crate::svg::{Axis, Chart, Limit, Mark, Scale, Series};
 use mixfleet_hal::OpSig;
 use mixfleet_hal::profile::Traffic;
+use mixfleet_report::bars::{BarRow, Bars};
+use mixfleet_report::html::{Html, Tone};
+use mixfleet_report::numbers::scaled;
+use mixfleet_report::svg::{Axis, Chart, Limit, Mark, Scale, Series};
 use serde_json::Value;
 use std::collections::BTreeMap;
 

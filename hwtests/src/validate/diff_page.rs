@@ -2,8 +2,8 @@
 
 use super::diff::{ChangedCase, DiffSide, ValidationDiff};
 use super::document::{ValidationVerdict, share_in_words};
-use crate::bars::{BarRow, Bars};
-use crate::html::{Cell, Html, Tone, page as frame};
+use mixfleet_report::bars::{BarRow, Bars};
+use mixfleet_report::html::{Cell, Html, Tone, page as frame};
 
 /// Number of entries of a list on the page.
 const LISTED_MAX: usize = 500;

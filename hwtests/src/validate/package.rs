@@ -7,7 +7,7 @@ use super::mustpass;
 use super::page;
 use super::protocol::DeviceFact;
 use super::{CaseResult, CaseStatus};
-use crate::files::write_whole;
+use mixfleet_report::files::write_whole;
 use quick_junit::{NonSuccessKind, Report, TestCase, TestCaseStatus, TestSuite};
 use serde::{Deserialize, Serialize};
 use std::io;

@@ -6,8 +6,8 @@ use super::document::{Validation, ValidationVerdict, share_in_words};
 use super::levels::{meaning, purpose};
 use super::package::Environment;
 use super::protocol::DeviceFact;
-use crate::html::{Cell, Html, Tone, page as frame};
-use crate::numbers::scaled;
+use mixfleet_report::html::{Cell, Html, Tone, page as frame};
+use mixfleet_report::numbers::scaled;
 use serde::Deserialize;
 use serde_json::Value;
 

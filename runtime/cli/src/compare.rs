@@ -17,7 +17,7 @@ use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::economics::{Pick, Selection};
 use mixfleet_hal::units::{Ordered, Seconds};
 use mixfleet_hal::{DType, StoredAs};
-use mixfleet_hwtests::files::write_whole;
+use mixfleet_report::files::write_whole;
 use mixfleet_runtime::model::ModelConfig;
 use mixfleet_scheduler::classes::{Classified, Demand, Job, PricedDevice, classify};
 use mixfleet_scheduler::cost::ModelShape;

@@ -26,7 +26,7 @@ use hours::HourPlan;
 use load::{LoadSource, PlanLoad};
 use mixfleet_hal::units::{BytesPerSecond, GB, Seconds};
 use mixfleet_hal::{DType, StoredAs};
-use mixfleet_hwtests::files::write_whole;
+use mixfleet_report::files::write_whole;
 use mixfleet_scheduler::engines::{self, KnownEngine};
 use mixfleet_scheduler::models::{KnownModel, find};
 use mixfleet_scheduler::plan::break_even::BreakEven;

@@ -15,12 +15,12 @@ use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::catalog::closest_names;
 use mixfleet_hal::{Device, DeviceKind, OpSig, cast};
-use mixfleet_hwtests::files::write_whole;
 use mixfleet_hwtests::profile::compare::Comparison;
 use mixfleet_hwtests::profile::{
     Group, PointResult, PointStatus, ProfileDocument, ProfileLevel, ProfileOptions, ProfileProgress, page,
     run as measure,
 };
+use mixfleet_report::files::write_whole;
 use mixfleet_runtime::model::ModelConfig;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};

@@ -23,7 +23,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use closed_loop::ClosedLoopArgs;
 use history::History;
-use mixfleet_hwtests::files::write_whole;
+use mixfleet_report::files::write_whole;
 use mixfleet_scheduler::engines::KnownEngine;
 use mixfleet_sim::against::RunErrors;
 use mixfleet_sim::bottleneck::Bottleneck;

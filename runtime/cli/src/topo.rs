@@ -4,7 +4,7 @@ use crate::args::TopoArgs;
 use crate::screen;
 use anyhow::{Context, Result};
 use mixfleet_discover::{Here, HostConditions, PciKind, Recording, Topology, Tree};
-use mixfleet_hwtests::files::write_whole;
+use mixfleet_report::files::write_whole;
 use serde_json::json;
 use std::io::Write;
 use std::path::Path;

@@ -21,6 +21,7 @@ struct Room {
 
 const HAL: &str = "mixfleet-hal";
 const SCHEDULER: &str = "mixfleet-scheduler";
+const REPORT: &str = "mixfleet-report";
 
 const ROOMS: &[Room] = &[
     Room {
@@ -124,7 +125,8 @@ const ROOMS: &[Room] = &[
             "tokio",
         ]),
     },
-    Room { name: "mixfleet-hwtests", directory: "hwtests", rooms: &[HAL], outside: None },
+    Room { name: REPORT, directory: "runtime/report", rooms: &[HAL], outside: Some(&[]) },
+    Room { name: "mixfleet-hwtests", directory: "hwtests", rooms: &[HAL, REPORT], outside: None },
     Room { name: "mixfleet-runtime", directory: "runtime", rooms: &[HAL, SCHEDULER], outside: None },
     Room {
         name: "mixfleet-fuzz",
@@ -160,6 +162,7 @@ const ROOMS: &[Room] = &[
             "mixfleet-hwtests",
             "mixfleet-runtime",
             "mixfleet-sim",
+            REPORT,
         ],
         outside: None,
     },
@@ -336,6 +339,7 @@ fn forbidden_edges_are_seen() {
         ("mixfleet-hwtests", "mixfleet-cpu"),
         ("mixfleet-runtime", "mixfleet-wire"),
         ("mixfleet-runtime", "mixfleet-engines"),
+        (REPORT, "mixfleet-hwtests"),
         ("mixfleet-engines", "mixfleet-runtime"),
         ("mixfleet-runtime", "mixfleet"),
         ("mixfleet-new", HAL),

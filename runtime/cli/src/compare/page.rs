@@ -3,8 +3,8 @@
 use super::Comparison;
 use super::table::{DTYPES, cost_row, rate, significant, words};
 use mixfleet_hal::units::GB;
-use mixfleet_hwtests::bars::{BarRow, Bars};
-use mixfleet_hwtests::html::{Cell, Html, Tone};
+use mixfleet_report::bars::{BarRow, Bars};
+use mixfleet_report::html::{Cell, Html, Tone};
 use mixfleet_scheduler::classes::{Classified, Job};
 
 /// Bars of a chart: those of the cheapest parts; the table has all.
@@ -29,7 +29,7 @@ pub(super) fn page(comparison: &Comparison) -> String {
         body.end_details();
     }
     let subtitle = format!("{} parts for {}", comparison.devices.len(), comparison.model);
-    mixfleet_hwtests::html::page("Comparison of parts", &subtitle, &body)
+    mixfleet_report::html::page("Comparison of parts", &subtitle, &body)
 }
 
 fn facts(comparison: &Comparison) -> Vec<(&'static str, String)> {

@@ -9,7 +9,7 @@ mod vllm;
 use super::Planned;
 use super::found::ProvenFleet;
 use crate::simulate::word;
-use mixfleet_hwtests::files::write_whole;
+use mixfleet_report::files::write_whole;
 use mixfleet_scheduler::engines;
 use own::OwnFleet;
 use std::fmt::Write as _;

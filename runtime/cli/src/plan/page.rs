@@ -5,8 +5,8 @@ use super::found::ProvenFleet;
 use super::{Planned, on_all_cores};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::UsdPerHour;
-use mixfleet_hwtests::html::{Cell, Html};
-use mixfleet_hwtests::svg::{Axis, Chart, Limit, Mark, Scale, Series};
+use mixfleet_report::html::{Cell, Html};
+use mixfleet_report::svg::{Axis, Chart, Limit, Mark, Scale, Series};
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::market::{FormedFleet, Market, PlannedPool};
 use mixfleet_sim::bottleneck::Bottleneck;
@@ -39,7 +39,7 @@ pub(super) fn page(planned: &Planned<'_>, market: &Market) -> String {
         body.heading(2, "The load by the hour");
         hours(&mut body, planned);
     }
-    mixfleet_hwtests::html::page("Plan of a fleet", &load.text, &body)
+    mixfleet_report::html::page("Plan of a fleet", &load.text, &body)
 }
 
 fn fleets(body: &mut Html, planned: &Planned<'_>) {

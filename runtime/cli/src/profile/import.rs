@@ -7,7 +7,7 @@ use mixfleet_hal::DType;
 use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::profile::{DeviceProfile, Point};
 use mixfleet_hal::units::{Bytes, GIB};
-use mixfleet_hwtests::files::write_whole;
+use mixfleet_report::files::write_whole;
 use mixfleet_scheduler::models;
 use mixfleet_sim::engine_profile::{EngineProfile, TableDirectory};
 use mixfleet_sim::import::{

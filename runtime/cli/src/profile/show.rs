@@ -4,8 +4,8 @@ use super::read;
 use crate::screen;
 use anyhow::{Context, Result};
 use clap::Args;
-use mixfleet_hwtests::files::write_whole;
 use mixfleet_hwtests::profile::{ProfileDocument, card, page, points};
+use mixfleet_report::files::write_whole;
 use std::io::Write;
 use std::path::PathBuf;
 

@@ -4,8 +4,8 @@ use super::additions::{Addition, Additions};
 use super::history::{History, Point, Quantity};
 use super::subject::Simulated;
 use super::table::{NONE, per_million, used};
-use mixfleet_hwtests::html::{Cell, Html, Tone};
-use mixfleet_hwtests::svg::{Axis, Chart, DISTINCT_MAX, Limit, Mark, Scale, Series};
+use mixfleet_report::html::{Cell, Html, Tone};
+use mixfleet_report::svg::{Axis, Chart, DISTINCT_MAX, Limit, Mark, Scale, Series};
 use mixfleet_sim::bottleneck::Bottleneck;
 use mixfleet_sim::simulate::{Distribution, Quantiles, Results, Setup};
 
@@ -38,7 +38,7 @@ pub(super) fn page(subject: &Subject<'_>) -> String {
     pools(&mut body, subject);
     let r = subject.results;
     let subtitle = format!("{} requests in {} of virtual time", r.requests, super::clock(r.simulated_s));
-    mixfleet_hwtests::html::page("Simulation of a fleet", &subtitle, &body)
+    mixfleet_report::html::page("Simulation of a fleet", &subtitle, &body)
 }
 
 fn tiles(body: &mut Html, subject: &Subject<'_>) {

@@ -1,9 +1,9 @@
 //! Statistics of a trace as one self-contained HTML page.
 
 use super::stats::repairs;
-use mixfleet_hwtests::bars::{BarRow, Bars};
-use mixfleet_hwtests::html::{Cell, Html, Tone};
-use mixfleet_hwtests::svg::{Axis, Chart, Limit, Mark, Scale, Series};
+use mixfleet_report::bars::{BarRow, Bars};
+use mixfleet_report::html::{Cell, Html, Tone};
+use mixfleet_report::svg::{Axis, Chart, Limit, Mark, Scale, Series};
 use mixfleet_sim::trace::stats::{HitRates, Lengths, Stats};
 
 /// Renders the page.
@@ -29,7 +29,7 @@ pub(super) fn page(name: &str, stats: &Stats) -> String {
     for (count, what) in repairs(stats) {
         body.note(Tone::Warn, &format!("repaired: {count} {what}"));
     }
-    mixfleet_hwtests::html::page("Statistics of a trace", &format!("{name} ({})", stats.format), &body)
+    mixfleet_report::html::page("Statistics of a trace", &format!("{name} ({})", stats.format), &body)
 }
 
 fn lengths(body: &mut Html, stats: &Stats) {

@@ -4,7 +4,7 @@ use super::{FileBar, ReplayArgs, page};
 use crate::screen;
 use anyhow::{Context, Result};
 use clap::Args;
-use mixfleet_hwtests::files::write_whole;
+use mixfleet_report::files::write_whole;
 use mixfleet_scheduler::kv::CachePolicy;
 use mixfleet_sim::trace::Repairs;
 use mixfleet_sim::trace::stats::{

@@ -4,8 +4,8 @@ use crate::screen;
 use crate::{Failed, Usage};
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use mixfleet_hwtests::files::write_whole;
 use mixfleet_hwtests::validate::{ReadReport, ValidationDiff, diff_page};
+use mixfleet_report::files::write_whole;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 

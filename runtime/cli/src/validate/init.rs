@@ -3,9 +3,9 @@
 use super::{device_of, facts};
 use crate::{Usage, backends};
 use anyhow::{Context, Result, bail};
-use mixfleet_hwtests::files::write_whole;
 use mixfleet_hwtests::profile::ProfileDocument;
 use mixfleet_hwtests::validate::{PartSketch, part_template};
+use mixfleet_report::files::write_whole;
 use std::path::Path;
 
 /// Writes a template of a part file about a device, or about the part of a profile.

@@ -1,9 +1,9 @@
 //! The report on the terminal.
 
-use mixfleet_hwtests::numbers::scaled;
 use mixfleet_hwtests::validate::document::share_in_words;
 use mixfleet_hwtests::validate::levels::purpose;
 use mixfleet_hwtests::validate::{CaseResult, CaseStatus, Validation, ValidationVerdict};
+use mixfleet_report::numbers::scaled;
 use std::fmt::Write;
 use std::path::Path;
 

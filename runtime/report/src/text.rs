@@ -1,17 +1,6 @@
-//! Number formatting for people.
+//! Sizes, bars and histograms in plain text.
 
-use super::document::{Rate, Unit};
-use crate::numbers::scaled;
 use mixfleet_hal::cast::to_usize;
-
-/// Formats a rate: `41.2 GB/s`, `412 GFLOP/s`.
-pub fn rate(rate: Rate) -> String {
-    let unit = match rate.unit {
-        Unit::Flop => "FLOP/s",
-        Unit::Byte => "B/s",
-    };
-    scaled(rate.value, unit)
-}
 
 /// Formats a size: `23.5 GiB`.
 pub fn gibibytes(bytes: f64) -> String {

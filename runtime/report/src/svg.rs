@@ -1,7 +1,7 @@
 //! Curves as inline SVG that follows the page's colours.
 //!
 //! ```
-//! use mixfleet_hwtests::svg::{Axis, Chart, Limit, Mark, Scale, Series};
+//! use mixfleet_report::svg::{Axis, Chart, Limit, Mark, Scale, Series};
 //! let load = Series { name: "load".into(), points: vec![(0.0, 0.2), (60.0, 1.4)], mark: Mark::Line };
 //! let x = Axis { label: "time in s", unit: "", scale: Scale::Linear };
 //! let y = Axis { label: "load", ..x };

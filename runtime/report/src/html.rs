@@ -4,7 +4,7 @@
 //! [`page`] puts the frame and the style around it.
 //!
 //! ```
-//! use mixfleet_hwtests::html::{Cell, Html, Tone, page};
+//! use mixfleet_report::html::{Cell, Html, Tone, page};
 //! let mut body = Html::default();
 //! body.heading(2, "Results");
 //! body.table(&["case", "outcome", "error"], &[vec![

@@ -22,7 +22,7 @@ pub fn scaled(value: f64, unit: &str) -> String {
 }
 
 /// Formats a size: `64KiB`, `3MiB`, `1000B`.
-pub(crate) fn size(bytes: u64) -> String {
+pub fn size(bytes: u64) -> String {
     for (unit, shift) in [("GiB", 30), ("MiB", 20), ("KiB", 10)] {
         if bytes > 0 && bytes.is_multiple_of(1 << shift) {
             return format!("{}{unit}", bytes >> shift);

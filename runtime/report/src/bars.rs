@@ -1,8 +1,8 @@
 //! Horizontal bars as inline SVG: what share of something each of a few things is.
 //!
 //! ```
-//! use mixfleet_hwtests::bars::{Bars, BarRow};
-//! use mixfleet_hwtests::html::{Html, Tone};
+//! use mixfleet_report::bars::{Bars, BarRow};
+//! use mixfleet_report::html::{Html, Tone};
 //! let row = BarRow {
 //!     name: "read".into(), value: 0.86, words: "86.0 %".into(), tone: Tone::Good, mark: Some(0.8),
 //! };
