@@ -2,18 +2,15 @@
 
 mod deploy;
 mod document;
-mod found;
-mod hours;
 mod load;
 mod offers;
 mod page;
-mod prices;
-mod search;
 mod several;
-mod stress;
 mod table;
 mod tiers;
+mod words;
 
+use crate::interrupt::cancel_on_interrupt;
 use crate::numbers::seconds;
 use crate::screen;
 use crate::simulate::share;
@@ -21,27 +18,30 @@ use crate::trace::{ReplayArgs, positive};
 use crate::{Failed, Usage, leave_no_empty, writable};
 use anyhow::{Context, Result};
 use clap::Args;
-use found::{PlanFound, pools_words};
-use hours::HourPlan;
 use load::{LoadSource, PlanLoad};
 use mixfleet_hal::units::{BytesPerSecond, GB, Seconds};
 use mixfleet_hal::{DType, StoredAs};
+use mixfleet_planner::found::PlanFound;
+use mixfleet_planner::hours::{self, HourPlan};
+use mixfleet_planner::market_of;
+use mixfleet_planner::prices::{Repriced, break_evens, repriced};
+use mixfleet_planner::search::{PlanSearch, SearchAsk, SearchProgress};
 use mixfleet_report::files::write_whole;
 use mixfleet_scheduler::engines::{self, KnownEngine};
 use mixfleet_scheduler::models::{KnownModel, find};
 use mixfleet_scheduler::plan::break_even::BreakEven;
 use mixfleet_scheduler::plan::candidates::ServiceLevel;
 use mixfleet_scheduler::plan::market::{Market, MarketAsk, PlannedPool};
-use mixfleet_scheduler::plan::offered::PartOnOffer;
 use mixfleet_sim::fleet_file::InstancePool;
 use mixfleet_sim::simulate::Setup;
 use mixfleet_sim::trace::TOKENS_MAX;
 use offers::Offers;
-use prices::Repriced;
-use search::PlanSearch;
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+use words::{pools_words, progress_words};
 
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
@@ -162,28 +162,6 @@ fn confidence(text: &str) -> Result<f64, String> {
     value.ok_or_else(|| "expected a probability from 0.5 to 0.999".into())
 }
 
-/// What `of` gives for each number below `count`, each found by the next core that is free.
-fn on_all_cores<T: Send>(count: usize, of: impl Fn(usize) -> T + Sync) -> Vec<T> {
-    let next = AtomicUsize::new(0);
-    let work = || {
-        let mut found = Vec::new();
-        loop {
-            let at = next.fetch_add(1, Ordering::Relaxed);
-            if at >= count {
-                return found;
-            }
-            found.push((at, of(at)));
-        }
-    };
-    let cores = std::thread::available_parallelism().map_or(1, usize::from).min(count);
-    let mut all: Vec<(usize, T)> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..cores).map(|_| scope.spawn(work)).collect();
-        threads.into_iter().flat_map(|thread| thread.join().expect("a plan panics on no input")).collect()
-    });
-    all.sort_by_key(|(at, _)| *at);
-    all.into_iter().map(|(_, found)| found).collect()
-}
-
 /// The dtypes that were asked for, each once.
 fn dtypes(args: &PlanArgs) -> Vec<StoredAs> {
     let mut stored: Vec<StoredAs> = Vec::new();
@@ -293,7 +271,7 @@ fn write_files(planned: &Planned<'_>, market: &Market) -> Result<Option<String>>
 fn market(args: &PlanArgs, model: &'static KnownModel, load: &PlanLoad, offers: &Offers) -> Market {
     let mut classes = load.classes.clone();
     classes.iter_mut().for_each(|class| class.rate *= 1.0 + args.headroom);
-    let ask = MarketAsk {
+    market_of(MarketAsk {
         model,
         stored: dtypes(args),
         expert_skew: args.expert_skew,
@@ -306,9 +284,31 @@ fn market(args: &PlanArgs, model: &'static KnownModel, load: &PlanLoad, offers: 
         confidence: args.confidence,
         nic: BytesPerSecond(args.nic * GB),
         links: offers.links.clone(),
+    })
+}
+
+/// Searches for the fleets of a market that hold the objective under a load.
+fn search(args: &PlanArgs, market: &Market, load: &PlanLoad, offers: &Offers) -> Result<PlanFound> {
+    let (cancelled, tiers) = (Arc::new(AtomicBool::new(false)), tiers::choices(args));
+    let progress = |progress: SearchProgress<'_>| {
+        if std::io::stderr().is_terminal() {
+            eprintln!("{}", progress_words(&offers.parts, progress));
+        }
     };
-    let rates = on_all_cores(ask.parts.len(), |part| PartOnOffer::new(&ask, part));
-    Market::of(ask, rates)
+    let search = PlanSearch::new(SearchAsk {
+        market,
+        prices: &offers.prices,
+        requests: &load.requests,
+        block_tokens: load.block_tokens,
+        slots: load.slots.as_ref(),
+        speedup: 1.0 + args.headroom,
+        tiers: &tiers,
+        budget: Duration::from_secs_f64(args.budget_s),
+        cancelled: &cancelled,
+        progress: &progress,
+    });
+    cancel_on_interrupt(cancelled.clone(), "stopping with the best so far");
+    Ok(search.run()?)
 }
 
 /// Plans a model, and writes its files.
@@ -318,13 +318,12 @@ fn plan(args: &PlanArgs, wanted: ModelWanted, offers: &Offers) -> Result<Printed
     let factor = 1.0 + args.headroom;
     let by_hour: Vec<Vec<f64>> =
         load.hours.iter().map(|rates| rates.iter().map(|r| r * factor).collect()).collect();
-    let hours = on_all_cores(by_hour.len(), |hour| HourPlan::of(&market, &by_hour[hour]));
+    let hours = HourPlan::of_each(&market, &by_hour);
     if let Some(dearest) = hours::dearest(&hours).filter(|_| !args.workload.is_empty()) {
         load.be_of_hour(args, dearest);
         market = market.with_rates(&by_hour[dearest]);
     }
-    let outcome = PlanSearch::new(args, &market, &load, offers).run()?;
-    let parts = if outcome.fleets.is_empty() { 0 } else { offers.parts.len() };
+    let outcome = search(args, &market, &load, offers)?;
     let planned = Planned {
         args,
         model,
@@ -334,8 +333,8 @@ fn plan(args: &PlanArgs, wanted: ModelWanted, offers: &Offers) -> Result<Printed
         offers,
         outcome: &outcome,
         hours: &hours,
-        break_evens: &on_all_cores(parts, |part| prices::break_even(&market, &outcome.fleets, part)),
-        repriced: &prices::repriced(&market, &outcome.fleets),
+        break_evens: &break_evens(&market, &outcome.fleets),
+        repriced: &repriced(&market, &outcome.fleets),
     };
     if let Some(directory) = &out {
         std::fs::create_dir_all(directory)

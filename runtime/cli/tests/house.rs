@@ -21,6 +21,8 @@ struct Room {
 
 const HAL: &str = "mixfleet-hal";
 const SCHEDULER: &str = "mixfleet-scheduler";
+const SIM: &str = "mixfleet-sim";
+const PLANNER: &str = "mixfleet-planner";
 const REPORT: &str = "mixfleet-report";
 
 const ROOMS: &[Room] = &[
@@ -88,11 +90,11 @@ const ROOMS: &[Room] = &[
         name: SCHEDULER,
         directory: "scheduler",
         rooms: &[HAL],
-        // microlp only with the feature of its name, which is off unless the binary asks for it
+        // microlp only with the feature of its name, which is off unless the planner asks for it
         outside: Some(&["hashbrown", "microlp", "serde", "thiserror", "twox-hash"]),
     },
     Room {
-        name: "mixfleet-sim",
+        name: SIM,
         directory: "runtime/sim",
         rooms: &[HAL, SCHEDULER],
         outside: Some(&[
@@ -125,6 +127,12 @@ const ROOMS: &[Room] = &[
             "tokio",
         ]),
     },
+    Room {
+        name: PLANNER,
+        directory: "runtime/planner",
+        rooms: &[HAL, SCHEDULER, SIM],
+        outside: Some(&["thiserror"]),
+    },
     Room { name: REPORT, directory: "runtime/report", rooms: &[HAL], outside: Some(&[]) },
     Room { name: "mixfleet-hwtests", directory: "hwtests", rooms: &[HAL, REPORT], outside: None },
     Room { name: "mixfleet-runtime", directory: "runtime", rooms: &[HAL, SCHEDULER], outside: None },
@@ -138,7 +146,7 @@ const ROOMS: &[Room] = &[
             "mixfleet-hwtests",
             "mixfleet-remote",
             "mixfleet-runtime",
-            "mixfleet-sim",
+            SIM,
             "mixfleet-wire",
         ],
         outside: None,
@@ -161,7 +169,8 @@ const ROOMS: &[Room] = &[
             "mixfleet-wire",
             "mixfleet-hwtests",
             "mixfleet-runtime",
-            "mixfleet-sim",
+            SIM,
+            PLANNER,
             REPORT,
         ],
         outside: None,
@@ -340,6 +349,7 @@ fn forbidden_edges_are_seen() {
         ("mixfleet-runtime", "mixfleet-wire"),
         ("mixfleet-runtime", "mixfleet-engines"),
         (REPORT, "mixfleet-hwtests"),
+        (SIM, PLANNER),
         ("mixfleet-engines", "mixfleet-runtime"),
         ("mixfleet-runtime", "mixfleet"),
         ("mixfleet-new", HAL),

@@ -11,8 +11,6 @@ pub mod bottleneck;
 pub mod capacity;
 pub mod engine_profile;
 pub mod fleet_file;
-pub mod growth;
 pub mod import;
-pub mod repair;
 pub mod simulate;
 pub mod trace;

@@ -15,7 +15,6 @@ mod learns;
 mod memory;
 mod overload;
 mod recorded;
-mod repair;
 mod replicate;
 mod roles;
 mod routers;

@@ -7,8 +7,8 @@ mod rows_tests;
 mod vllm;
 
 use super::Planned;
-use super::found::ProvenFleet;
 use crate::simulate::word;
+use mixfleet_planner::found::ProvenFleet;
 use mixfleet_report::files::write_whole;
 use mixfleet_scheduler::engines;
 use own::OwnFleet;

@@ -1,11 +1,12 @@
 //! A plan as a JSON document, `mixfleet.plan/1`.
 
 use super::Planned;
-use super::found::{ApartFound, ProvenFleet};
-use super::hours::{self, HourPlan};
-use super::stress::FACTORS;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::GIB;
+use mixfleet_planner::found::{ApartFound, ProvenFleet};
+use mixfleet_planner::hours::{self, HourPlan};
+use mixfleet_planner::repair::FleetTrial;
+use mixfleet_planner::stress::FACTORS;
 use mixfleet_scheduler::cost::ExpertsBy;
 use mixfleet_scheduler::plan::break_even::BreakEven;
 use mixfleet_scheduler::plan::layouts::LayoutExperts;
@@ -13,7 +14,6 @@ use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_scheduler::plan::offer::OfferedPart;
 use mixfleet_sim::bottleneck::Bottleneck;
 use mixfleet_sim::fleet_file::role_of;
-use mixfleet_sim::repair::FleetTrial;
 use serde_json::{Value, json};
 
 /// The schema of several plans.

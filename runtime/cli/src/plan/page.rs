@@ -1,20 +1,15 @@
 //! A plan as one self-contained HTML page.
 
+use super::Planned;
 use super::document::usd_per_million;
-use super::found::ProvenFleet;
-use super::{Planned, on_all_cores};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::units::UsdPerHour;
+use mixfleet_planner::found::ProvenFleet;
+use mixfleet_planner::prices::{PricedFleet, price_map};
 use mixfleet_report::html::{Cell, Html};
 use mixfleet_report::svg::{Axis, Chart, Limit, Mark, Scale, Series};
-use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::market::{FormedFleet, Market, PlannedPool};
 use mixfleet_sim::bottleneck::Bottleneck;
 use mixfleet_sim::fleet_file::role_of;
-
-/// Prices of each of two parts for which the winner is shown, and the range of them around the parts' own.
-const PRICES: usize = 9;
-const RANGE: f64 = 2.0;
 
 /// Renders the page.
 pub(super) fn page(planned: &Planned<'_>, market: &Market) -> String {
@@ -110,30 +105,17 @@ fn kind(planned: &Planned<'_>, fleet: &FormedFleet) -> String {
 }
 
 /// Which fleet is cheapest at prices of two parts, among those of the parts that were simulated.
-fn prices(body: &mut Html, planned: &Planned<'_>, market: &Market, [one, other]: [usize; 2]) {
-    let mut parts: Vec<usize> =
-        planned.outcome.fleets.iter().flat_map(|fleet| &fleet.pools).map(|pool| pool.part).collect();
-    parts.sort_unstable();
-    parts.dedup();
-    let own = [one, other].map(|part| market.parts()[part].usd_per_hour.0);
-    let at = |own: f64, step: usize| {
-        let share = f64::from(to_u32(step)) / f64::from(to_u32(PRICES - 1));
-        own * RANGE.powf(2.0 * share - 1.0)
-    };
-    let winners = on_all_cores(PRICES * PRICES, |cell| {
-        let usd = [at(own[0], cell % PRICES), at(own[1], cell / PRICES)];
-        let market = market.at_price(one, UsdPerHour(usd[0])).at_price(other, UsdPerHour(usd[1]));
-        let best = market.cheapest_of(&Microlp, &parts)?;
-        Some((kind(planned, &best), (usd[0], usd[1])))
-    });
+fn prices(body: &mut Html, planned: &Planned<'_>, market: &Market, pair: [usize; 2]) {
     let mut series: Vec<Series> = Vec::new();
-    for (name, point) in winners.into_iter().flatten() {
+    for PricedFleet { usd_per_hour: [x, y], fleet } in price_map(market, &planned.outcome.fleets, pair) {
+        let (name, point) = (kind(planned, &fleet), (x, y));
         match series.iter_mut().find(|known| known.name == name) {
             Some(known) => known.points.push(point),
             None => series.push(Series { name, points: vec![point], mark: Mark::Dots }),
         }
     }
-    let ids = [one, other].map(|part| market.parts()[part].name());
+    let ids = pair.map(|part| market.parts()[part].name());
+    let own = pair.map(|part| market.parts()[part].usd_per_hour.0);
     let x = Axis { label: "price of the first part in $/h", unit: "", scale: Scale::Decimal };
     let y = Axis { label: "price of the second part in $/h", ..x };
     let limits = [Limit::X(own[0], "its price"), Limit::Y(own[1], "its price")];

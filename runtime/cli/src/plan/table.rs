@@ -2,16 +2,20 @@
 
 use super::Planned;
 use super::document::{missed, usd_per_million, with_one_less};
-use super::found::{ApartFound, ProvenFleet};
-use super::hours::{self, HourPlan};
 use crate::simulate::word;
+use mixfleet_hal::units::UsdPerHour;
+use mixfleet_planner::found::{ApartFound, ProvenFleet};
+use mixfleet_planner::hours::{self, HourPlan};
 use mixfleet_scheduler::fleet::Policy;
+use mixfleet_scheduler::plan::break_even::BreakEven;
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_sim::bottleneck::Bottleneck;
 use std::fmt::Write as _;
 
 /// Parts without an offer that are named in a line.
 const IDS_MAX: usize = 6;
+/// Break-evens that are shown, those nearest to the parts' prices.
+const BREAK_EVENS_MAX: usize = 4;
 
 pub(super) fn of(planned: &Planned<'_>, started: Option<&str>) -> String {
     let Planned { args, load, offers, outcome, .. } = planned;
@@ -169,7 +173,7 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: 
             format!("at {times} times the price of {name} number {} is cheapest", repriced.cheapest + 1),
         );
     }
-    for (at, words) in super::prices::break_evens(planned).into_iter().enumerate() {
+    for (at, words) in nearest_break_evens(planned).into_iter().enumerate() {
         line(if at == 0 { "break-evens" } else { "" }, words);
     }
     if let Some(words) = changes(planned, best) {
@@ -195,6 +199,24 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: 
         line("written", directory.join("FLEET.toml").display().to_string());
         line("", started.unwrap_or_default().into());
     }
+}
+
+/// The break-evens nearest to the parts' prices, in words.
+fn nearest_break_evens(planned: &Planned<'_>) -> Vec<String> {
+    let offers = planned.offers.parts.iter().zip(planned.break_evens);
+    let at = offers.filter_map(|(offer, known)| match known {
+        Some(BreakEven::At(usd)) => Some((offer, *usd)),
+        Some(BreakEven::Useless | BreakEven::Indispensable) | None => None,
+    });
+    let mut near: Vec<(f64, String)> = at
+        .map(|(offer, UsdPerHour(usd))| {
+            let (name, own) = (offer.name(), offer.usd_per_hour.0);
+            let word = if own <= usd { "would leave above" } else { "would enter below" };
+            ((usd / own).ln().abs(), format!("{name} (${own:.3}/h) {word} ${usd:.3}/h"))
+        })
+        .collect();
+    near.sort_by(|a, b| a.0.total_cmp(&b.0));
+    near.into_iter().take(BREAK_EVENS_MAX).map(|(_, words)| words).collect()
 }
 
 /// What of the owned devices a fleet uses, and what is to be added.

@@ -1,27 +1,30 @@
 //! What other prices would change: of the fleets that were simulated, and of the parts by the program.
 
-use super::Planned;
-use super::found::ProvenFleet;
-use super::stress::FACTORS;
+use crate::cores::on_all_cores;
+use crate::found::ProvenFleet;
+use crate::stress::FACTORS;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Ordered, UsdPerHour};
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::break_even::BreakEven;
-use mixfleet_scheduler::plan::market::{Market, PlannedPool};
+use mixfleet_scheduler::plan::market::{FormedFleet, Market, PlannedPool};
 
-/// Break-evens that are shown, those nearest to the parts' prices.
-const SHOWN: usize = 4;
+/// Prices of each of two parts at which the cheapest fleet is found, and their range around the parts' own.
+const PRICES: usize = 9;
+const RANGE: f64 = 2.0;
 
 /// A price of the first fleet's dearest part at which another fleet is cheaper.
-pub(super) struct Repriced {
-    pub(super) part: usize,
-    /// On its price.
-    pub(super) factor: f64,
-    /// The fleet that is the cheapest then.
-    pub(super) cheapest: usize,
+pub struct Repriced {
+    /// Index of the part among those on offer.
+    pub part: usize,
+    /// Factor on its price.
+    pub factor: f64,
+    /// Index of the fleet that is the cheapest then.
+    pub cheapest: usize,
 }
 
 /// The factors on the price of the first fleet's dearest part under which it is no longer the first.
-pub(super) fn repriced(market: &Market, fleets: &[ProvenFleet]) -> Vec<Repriced> {
+pub fn repriced(market: &Market, fleets: &[ProvenFleet]) -> Vec<Repriced> {
     let Some(best) = fleets.first() else { return Vec::new() };
     let rent = |part: usize| {
         let devices: u64 = best.pools.iter().map(|pool| pool.devices_of(part)).sum();
@@ -39,9 +42,16 @@ pub(super) fn repriced(market: &Market, fleets: &[ProvenFleet]) -> Vec<Repriced>
     all.filter(|repriced| repriced.cheapest != 0).collect()
 }
 
+/// Returns for each part the price at which it would enter or leave the first place, where there is a first
+/// place; computed on all cores.
+pub fn break_evens(market: &Market, fleets: &[ProvenFleet]) -> Vec<Option<BreakEven>> {
+    let parts = if fleets.is_empty() { 0 } else { market.parts().len() };
+    on_all_cores(parts, |part| break_even(market, fleets, part))
+}
+
 /// The price at which a part would enter or leave the first place: between the fleets that were simulated,
 /// or, where all or none of these have it, by the program. `None` where the program contradicts them.
-pub(super) fn break_even(market: &Market, fleets: &[ProvenFleet], part: usize) -> Option<BreakEven> {
+fn break_even(market: &Market, fleets: &[ProvenFleet], part: usize) -> Option<BreakEven> {
     let offer = &market.parts()[part];
     let own = offer.usd_per_hour.0;
     let devices = |fleet: &ProvenFleet| {
@@ -69,20 +79,29 @@ pub(super) fn break_even(market: &Market, fleets: &[ProvenFleet], part: usize) -
     }
 }
 
-/// The break-evens nearest to the parts' prices, in words.
-pub(super) fn break_evens(planned: &Planned<'_>) -> Vec<String> {
-    let offers = planned.offers.parts.iter().zip(planned.break_evens);
-    let at = offers.filter_map(|(offer, known)| match known {
-        Some(BreakEven::At(usd)) => Some((offer, *usd)),
-        Some(BreakEven::Useless | BreakEven::Indispensable) | None => None,
+/// The cheapest fleet at a price of each of two parts.
+pub struct PricedFleet {
+    /// The prices.
+    pub usd_per_hour: [f64; 2],
+    /// The fleet, by the program.
+    pub fleet: FormedFleet,
+}
+
+/// Finds the cheapest fleet of the parts of `fleets` at prices of two parts around their own, on all cores.
+pub fn price_map(market: &Market, fleets: &[ProvenFleet], pair: [usize; 2]) -> Vec<PricedFleet> {
+    let mut parts: Vec<usize> = fleets.iter().flat_map(|fleet| &fleet.pools).map(|pool| pool.part).collect();
+    parts.sort_unstable();
+    parts.dedup();
+    let own = pair.map(|part| market.parts()[part].usd_per_hour.0);
+    let at = |own: f64, step: usize| {
+        let share = f64::from(to_u32(step)) / f64::from(to_u32(PRICES - 1));
+        own * RANGE.powf(2.0 * share - 1.0)
+    };
+    let cells = on_all_cores(PRICES * PRICES, |cell| {
+        let usd_per_hour = [at(own[0], cell % PRICES), at(own[1], cell / PRICES)];
+        let market = market.at_price(pair[0], UsdPerHour(usd_per_hour[0]));
+        let market = market.at_price(pair[1], UsdPerHour(usd_per_hour[1]));
+        Some(PricedFleet { usd_per_hour, fleet: market.cheapest_of(&Microlp, &parts)? })
     });
-    let mut near: Vec<(f64, String)> = at
-        .map(|(offer, UsdPerHour(usd))| {
-            let (name, own) = (offer.name(), offer.usd_per_hour.0);
-            let word = if own <= usd { "would leave above" } else { "would enter below" };
-            ((usd / own).ln().abs(), format!("{name} (${own:.3}/h) {word} ${usd:.3}/h"))
-        })
-        .collect();
-    near.sort_by(|a, b| a.0.total_cmp(&b.0));
-    near.into_iter().take(SHOWN).map(|(_, words)| words).collect()
+    cells.into_iter().flatten().collect()
 }

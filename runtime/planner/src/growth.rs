@@ -4,9 +4,9 @@
 //! instances, and answers falter where decoding has. The pools of that stage grow, in the proportion that
 //! they began with; where that gets a run no further through its load, all pools do.
 
-use crate::fleet_file::FleetFile;
-use crate::simulate::Results;
 use mixfleet_hal::units::Ordered;
+use mixfleet_sim::fleet_file::FleetFile;
+use mixfleet_sim::simulate::Results;
 
 /// Factor by which the rent of what grows does so at a step, or else by one instance.
 const STEP: f64 = 1.2;

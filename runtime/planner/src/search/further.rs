@@ -1,9 +1,8 @@
 //! What is simulated beside the fleets that are ranked: exchanges of instances, and tiers for KV.
 
 use super::{FleetTried, PlanSearch};
-use crate::plan::found::{PlanFound, ProvenFleet};
-use crate::plan::tiers;
-use anyhow::Result;
+use crate::Result;
+use crate::found::{PlanFound, ProvenFleet};
 use mixfleet_hal::units::UsdPerHour;
 use mixfleet_scheduler::plan::forms::FleetForm;
 use mixfleet_scheduler::plan::market::{FormedFleet, PlannedPool};
@@ -90,7 +89,7 @@ impl PlanSearch<'_> {
         let cheapest: Vec<FormedFleet> =
             outcome.fleets.iter().take(TIERED_MAX).map(|fleet| self.formed(fleet)).collect();
         let usd: Vec<f64> = outcome.fleets.iter().map(|fleet| fleet.usd_per_hour).collect();
-        for tiers in tiers::choices(self.args) {
+        for &tiers in self.ask.tiers {
             let with = cheapest.iter().zip(&usd).map(|(fleet, usd)| {
                 let file = self.parsed(fleet, &tiers)?;
                 Ok(FleetTried { tiers, ..FleetTried::new(fleet, file, *usd) })

@@ -3,25 +3,23 @@
 mod frontier;
 mod further;
 
-use super::found::{ApartFound, PlanFound, ProvenFleet, pools_words};
-use super::load::PlanLoad;
-use super::offers::Offers;
-use super::stress::{FACTORS, FleetStress};
-use super::{PlanArgs, on_all_cores, tiers};
-use crate::interrupt::cancel_on_interrupt;
-use anyhow::Result;
+use crate::Result;
+use crate::cores::on_all_cores;
+use crate::found::{ApartFound, PlanFound, ProvenFleet};
+use crate::repair::{FleetTrial, RepairLimits, Repaired, TrialLoad};
+use crate::stress::{FACTORS, FleetStress};
+use mixfleet_hal::economics::Price;
 use mixfleet_hal::units::Ordered;
 use mixfleet_scheduler::fleet::Policy;
+use mixfleet_scheduler::plan::bound::LoadSlots;
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::margin::slower;
 use mixfleet_scheduler::plan::market::{FormedFleet, Market, PlannedPool};
 use mixfleet_scheduler::plan::tiers::PlannedTiers;
 use mixfleet_sim::fleet_file::{FleetFile, PlannedText};
-use mixfleet_sim::repair::{FleetTrial, RepairLimits, Repaired, TrialLoad};
 use mixfleet_sim::simulate::Choices;
-use std::io::IsTerminal;
+use mixfleet_sim::trace::Request;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -61,56 +59,106 @@ fn ended_missing(counts: Vec<u32>, trial: FleetTrial) -> Repaired {
     Repaired { less: vec![None; counts.len()], counts, trial, least: false }
 }
 
-pub(super) struct PlanSearch<'a> {
-    args: &'a PlanArgs,
+/// What a search is asked for.
+#[derive(Clone, Copy)]
+pub struct SearchAsk<'a> {
+    /// What may be rented, and what it carries of the load.
+    pub market: &'a Market,
+    /// The price of each of its parts.
+    pub prices: &'a [Price],
+    /// The requests that fleets are simulated with, in order of arrival.
+    pub requests: &'a [Request],
+    /// Tokens in a block of their prefixes, where these are known.
+    pub block_tokens: Option<u32>,
+    /// The requests of a trace in the order of time, which the lower bound takes into account.
+    pub slots: Option<&'a LoadSlots>,
+    /// Factor by which the requests arrive faster.
+    pub speedup: f64,
+    /// Host memory and disks for KV to choose from.
+    pub tiers: &'a [PlannedTiers],
+    /// How long fleets are simulated.
+    pub budget: Duration,
+    /// Once set, the search ends with the best so far.
+    pub cancelled: &'a AtomicBool,
+    /// Is told of progress, by any thread.
+    pub progress: &'a (dyn Fn(SearchProgress<'_>) + Sync),
+}
+
+/// A step of a search.
+#[derive(Clone, Copy, Debug)]
+pub enum SearchProgress<'a> {
+    /// Fleets were ranked by rates, and are simulated from now on.
+    Ranked {
+        /// Number of fleets.
+        fleets: usize,
+        /// Number of requests of a simulation.
+        requests: usize,
+    },
+    /// A fleet was simulated.
+    Simulated {
+        /// Its pools, with spares.
+        pools: &'a [PlannedPool],
+        /// What its instances have for KV beside their devices.
+        tiers: &'a PlannedTiers,
+        /// The policy that placed requests.
+        policy: Policy,
+        /// The run.
+        trial: &'a FleetTrial,
+    },
+    /// A fleet was simulated with more load or slower devices.
+    Stressed {
+        /// Its pools.
+        pools: &'a [PlannedPool],
+        /// Factor on the load.
+        load: f64,
+        /// Factor on the times of steps.
+        times: f64,
+        /// Share of the requests that met the objectives; `None` if the run was stopped.
+        attained: Option<f64>,
+    },
+}
+
+/// A search for the cheapest fleets that hold an objective in simulation.
+pub struct PlanSearch<'a> {
+    ask: SearchAsk<'a>,
     market: &'a Market,
-    load: &'a PlanLoad,
     text: PlannedText<'a>,
     trials: TrialLoad<'a>,
-    cancelled: Arc<AtomicBool>,
     ends: Instant,
 }
 
 impl<'a> PlanSearch<'a> {
-    pub(super) fn new(
-        args: &'a PlanArgs,
-        market: &'a Market,
-        load: &'a PlanLoad,
-        offers: &'a Offers,
-    ) -> Self {
+    /// Prepares a search, whose budget of time begins now.
+    pub fn new(ask: SearchAsk<'a>) -> Self {
+        let SearchAsk { market, prices, .. } = ask;
         let trials = TrialLoad {
-            requests: &load.requests,
-            block_tokens: load.block_tokens,
-            speedup: 1.0 + args.headroom,
-            share: args.attain,
+            requests: ask.requests,
+            block_tokens: ask.block_tokens,
+            speedup: ask.speedup,
+            share: market.ask().attain,
             choices: Choices::default(),
         };
-        PlanSearch {
-            args,
-            market,
-            load,
-            text: PlannedText { market, prices: &offers.prices },
-            trials,
-            cancelled: Arc::new(AtomicBool::new(false)),
-            ends: Instant::now() + Duration::from_secs_f64(args.budget_s),
-        }
+        let text = PlannedText { market, prices };
+        PlanSearch { ask, market, text, trials, ends: Instant::now() + ask.budget }
     }
 
     fn goes_on(&self) -> bool {
-        !self.cancelled.load(Ordering::Relaxed) && Instant::now() < self.ends
+        !self.ask.cancelled.load(Ordering::Relaxed) && Instant::now() < self.ends
     }
 
-    pub(super) fn run(&self) -> Result<PlanFound> {
-        cancel_on_interrupt(self.cancelled.clone(), "stopping with the best so far");
-        let bound = self.market.whole_lower_bound(&Microlp, self.load.slots.as_ref());
+    /// Finds the fleets.
+    ///
+    /// # Errors
+    /// Those of a planned fleet's file and of a simulation.
+    pub fn run(&self) -> Result<PlanFound> {
+        let bound = self.market.whole_lower_bound(&Microlp, self.ask.slots);
         let lower_bound = bound.ok().map(|usd| usd.0);
         let ranked = self.market.rank(&Microlp, EACH);
         let shortfall = if ranked.is_empty() { self.market.shortfall(&Microlp) } else { Vec::new() };
-        self.say(&format!(
-            "{} fleets by rates; simulating {} requests",
-            ranked.len(),
-            self.load.requests.len()
-        ));
+        (self.ask.progress)(SearchProgress::Ranked {
+            fleets: ranked.len(),
+            requests: self.ask.requests.len(),
+        });
         let mut outcome = PlanFound {
             fleets: Vec::new(),
             nearest: None,
@@ -155,9 +203,9 @@ impl<'a> PlanSearch<'a> {
         let choices = Choices { policy: fleet.policy, ..Choices::default() };
         let trials = TrialLoad { choices, speedup: self.trials.speedup * load, ..self.trials };
         let trial = trials.trial(&file, &counts, true, &|| self.goes_on())?;
-        let percent = trial.as_ref().map_or(0.0, |trial| 100.0 * trial.attained);
-        self.say(&format!("{}, load x {load}, times x {times}: {percent:.2} %", self.words(&fleet.pools)));
-        Ok(trial.map(|trial| trial.attained))
+        let attained = trial.map(|trial| trial.attained);
+        (self.ask.progress)(SearchProgress::Stressed { pools: &fleet.pools, load, times, attained });
+        Ok(attained)
     }
 
     /// Finds the fewest instances of fleets under each policy, and adds what holds.
@@ -238,10 +286,8 @@ impl<'a> PlanSearch<'a> {
         policy: Policy,
         trial: &FleetTrial,
     ) {
-        let (bound, word) = if trial.held { ("", "held") } else { ("at most ", "missed") };
-        let (fleet, percent) = (self.words(&self.with_spares(pools, counts)), 100.0 * trial.attained);
-        let fleet = format!("{fleet}{}", tiers::words(tiers));
-        self.say(&format!("{fleet}, {}: {bound}{percent:.2} %, {word}", crate::simulate::word(&policy)));
+        let pools = &self.with_spares(pools, counts);
+        (self.ask.progress)(SearchProgress::Simulated { pools, tiers, policy, trial });
     }
 
     fn under(&self, policy: Policy) -> TrialLoad<'a> {
@@ -323,7 +369,7 @@ impl<'a> PlanSearch<'a> {
         let text = self.text.of(&some, fleet.stored, tiers, Policy::default());
         let mut file = FleetFile::parse(&text, Path::new(""), &none)?;
         file.pools.iter_mut().zip(&pools).for_each(|(pool, planned)| pool.count = planned.count);
-        Ok(file.slowed(|pool| slower(pool.likely_error, self.args.confidence)))
+        Ok(file.slowed(|pool| slower(pool.likely_error, self.market.ask().confidence)))
     }
 
     fn spares(&self, pool: &PlannedPool) -> u32 {
@@ -351,15 +397,5 @@ impl<'a> PlanSearch<'a> {
             let devices: u64 = pools.iter().map(|pool| pool.devices_of(part)).sum();
             offer.most.is_none_or(|most| devices <= most.into())
         })
-    }
-
-    fn words(&self, pools: &[PlannedPool]) -> String {
-        pools_words(self.market.parts(), pools)
-    }
-
-    fn say(&self, line: &str) {
-        if std::io::stderr().is_terminal() {
-            eprintln!("{line}");
-        }
     }
 }

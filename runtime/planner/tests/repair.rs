@@ -2,10 +2,10 @@
 
 use crate::common::{at_random, fleet_from};
 use mixfleet_hal::random::Stream;
+use mixfleet_planner::growth::Growth;
+use mixfleet_planner::repair::{FleetTrial, RepairLimits, Repaired, TrialLoad};
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::fleet_file::FleetFile;
-use mixfleet_sim::growth::Growth;
-use mixfleet_sim::repair::{FleetTrial, RepairLimits, Repaired, TrialLoad};
 use mixfleet_sim::simulate::Choices;
 use mixfleet_sim::trace::{Request, SteadyLoad};
 use std::cell::Cell;

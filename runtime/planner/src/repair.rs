@@ -6,12 +6,12 @@
 //! single one can be spared. If that is asked for, those of one pool are exchanged for those of another,
 //! until no exchange that costs less holds either.
 
-use crate::capacity::Goal;
-use crate::fleet_file::FleetFile;
 use crate::growth::Growth;
-use crate::simulate::{Choices, Observer, Results, Setup, run};
-use crate::trace::{Request, Requests, TraceError};
 use mixfleet_hal::units::Ordered;
+use mixfleet_sim::capacity::Goal;
+use mixfleet_sim::fleet_file::FleetFile;
+use mixfleet_sim::simulate::{Choices, Observer, Results, Setup, run};
+use mixfleet_sim::trace::{Request, Requests, TraceError};
 use std::cell::Cell;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

@@ -1,23 +1,23 @@
 //! How fleets stand a load and times that are worse than planned.
 
 /// Factors on the load, on the times of steps and on prices.
-pub(super) const FACTORS: [f64; 2] = [1.25, 1.5];
+pub const FACTORS: [f64; 2] = [1.25, 1.5];
 /// A fleet may cost so many times as much as the cheapest to be offered as more robust.
 const DEARER_MAX: f64 = 1.05;
 
 /// Shares of the requests that meet the objectives under [`FACTORS`]; `None` where the time ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct FleetStress {
+pub struct FleetStress {
     /// With so many times the load.
-    pub(super) load: [Option<f64>; 2],
+    pub load: [Option<f64>; 2],
     /// With steps that take so many times as long.
-    pub(super) times: [Option<f64>; 2],
+    pub times: [Option<f64>; 2],
 }
 
 impl FleetStress {
     /// The largest factors on the load and on times under which `share` of the requests meet the objectives;
     /// 1 if none does.
-    pub(super) fn slack(&self, share: f64) -> [f64; 2] {
+    pub fn slack(&self, share: f64) -> [f64; 2] {
         [self.load, self.times].map(|attained| {
             let held = FACTORS.iter().zip(attained).take_while(|(_, of)| of.is_some_and(|of| of >= share));
             held.last().map_or(1.0, |(factor, _)| *factor)
@@ -32,7 +32,7 @@ impl FleetStress {
 
 /// The fleet that meets most under stress, among those within 5 % of the cheapest; the cheapest of them if
 /// several do. `fleets` are prices, cheapest first.
-pub(super) fn most_robust(fleets: &[(f64, FleetStress)]) -> Option<usize> {
+pub(crate) fn most_robust(fleets: &[(f64, FleetStress)]) -> Option<usize> {
     let most = DEARER_MAX * fleets.first()?.0;
     let near = fleets.iter().enumerate().take_while(|(_, (usd, _))| *usd <= most);
     let known: Option<Vec<(usize, f64)>> = near.map(|(at, (_, stress))| Some((at, stress.mean()?))).collect();

@@ -5,16 +5,16 @@
 //! simulated that costs more, whatever rates promised of it.
 
 use super::{FleetTried, POLICIES, PlanSearch, WAVE, ended_missing};
-use crate::plan::found::{PlanFound, has_spare, is_apart};
-use crate::plan::on_all_cores;
-use anyhow::Result;
+use crate::Result;
+use crate::cores::on_all_cores;
+use crate::found::{PlanFound, has_spare, is_apart};
+use crate::growth::Growth;
+use crate::repair::FleetTrial;
 use mixfleet_hal::units::Ordered;
 use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::plan::market::{FormedFleet, PlannedPool};
 use mixfleet_scheduler::plan::tiers::PlannedTiers;
 use mixfleet_sim::fleet_file::FleetFile;
-use mixfleet_sim::growth::Growth;
-use mixfleet_sim::repair::FleetTrial;
 
 /// Fleets that are simulated to the end to say how near they come, where none holds.
 const NEAREST: usize = 4;

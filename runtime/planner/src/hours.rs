@@ -1,19 +1,27 @@
 //! What each hour of a load takes by the program, and what renting by the hour would save.
 
+use crate::cores::on_all_cores;
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::market::{FormedFleet, Market};
 
 /// The plan of an hour.
-pub(super) struct HourPlan {
-    pub(super) requests_per_s: f64,
-    pub(super) lower_bound: Option<f64>,
+pub struct HourPlan {
+    /// Requests per second of all classes.
+    pub requests_per_s: f64,
+    /// Rent below which no fleet carries it by rates; `None` if none can be planned.
+    pub lower_bound: Option<f64>,
     /// The cheapest fleet; `None` if there is none, or no request.
-    pub(super) fleet: Option<FormedFleet>,
+    pub fleet: Option<FormedFleet>,
 }
 
 impl HourPlan {
+    /// Plans each hour, whose rates are those of the market's classes, on all cores.
+    pub fn of_each(market: &Market, rates: &[Vec<f64>]) -> Vec<Self> {
+        on_all_cores(rates.len(), |hour| HourPlan::of(market, &rates[hour]))
+    }
+
     /// The plan under such rates of the market's classes.
-    pub(super) fn of(market: &Market, rates: &[f64]) -> Self {
+    fn of(market: &Market, rates: &[f64]) -> Self {
         let requests_per_s = rates.iter().sum();
         if requests_per_s == 0.0 {
             return HourPlan { requests_per_s, lower_bound: Some(0.0), fleet: None };
@@ -25,7 +33,7 @@ impl HourPlan {
     }
 
     /// What it costs; `None` if no fleet serves it.
-    pub(super) fn usd_per_hour(&self) -> Option<f64> {
+    pub fn usd_per_hour(&self) -> Option<f64> {
         match &self.fleet {
             Some(fleet) => Some(fleet.usd_per_hour.0),
             None => (self.requests_per_s == 0.0).then_some(0.0),
@@ -35,7 +43,7 @@ impl HourPlan {
 
 /// The hour whose fleet costs most, the first of them if there are several. One that no fleet serves counts
 /// as dearer than all others.
-pub(super) fn dearest(hours: &[HourPlan]) -> Option<usize> {
+pub fn dearest(hours: &[HourPlan]) -> Option<usize> {
     let usd = |hour: &HourPlan| hour.usd_per_hour().unwrap_or(f64::INFINITY);
     let rank = |(at, hour): &(usize, &HourPlan)| (*at, usd(hour));
     let all = hours.iter().enumerate().map(|each| rank(&each));
@@ -44,7 +52,7 @@ pub(super) fn dearest(hours: &[HourPlan]) -> Option<usize> {
 
 /// The cost of renting by the hour in the mean, and the share that it saves of the dearest hour's fleet all
 /// the time. `None` if an hour cannot be served.
-pub(super) fn renting_by_the_hour(hours: &[HourPlan]) -> Option<(f64, f64)> {
+pub fn renting_by_the_hour(hours: &[HourPlan]) -> Option<(f64, f64)> {
     let costs: Vec<f64> = hours.iter().map(HourPlan::usd_per_hour).collect::<Option<_>>()?;
     let most = costs.iter().copied().fold(0.0, f64::max);
     let mean = costs.iter().sum::<f64>() / costs.len() as f64;

@@ -1,16 +1,14 @@
 //! What a search for plans found.
 
-use super::stress::{FleetStress, most_robust};
+use crate::repair::FleetTrial;
+use crate::stress::{FleetStress, most_robust};
 use mixfleet_hal::StoredAs;
 use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::plan::margin::ERROR_UNKNOWN;
 use mixfleet_scheduler::plan::market::{FormedFleet, PlannedPool};
-use mixfleet_scheduler::plan::offer::OfferedPart;
-use mixfleet_scheduler::plan::program::Duty;
 use mixfleet_scheduler::plan::shortfall::Shortfall;
 use mixfleet_scheduler::plan::tiers::PlannedTiers;
 use mixfleet_sim::fleet_file::FleetFile;
-use mixfleet_sim::repair::FleetTrial;
 
 /// Fleets that hold which are wanted, so that the cheapest is compared with others.
 const SHOWN: usize = 3;
@@ -21,64 +19,67 @@ const DEARER_MAX: f64 = 1.5;
 const DEARER_OF_ONE_PART_MAX: f64 = 1.25;
 
 /// A fleet that was simulated.
-pub(super) struct ProvenFleet {
+pub struct ProvenFleet {
     /// The pools in use.
-    pub(super) pools: Vec<PlannedPool>,
-    pub(super) usd_per_hour: f64,
+    pub pools: Vec<PlannedPool>,
+    /// Its rent.
+    pub usd_per_hour: f64,
     /// What the program asked for it.
-    pub(super) planned_usd_per_hour: f64,
-    pub(super) trial: FleetTrial,
+    pub planned_usd_per_hour: f64,
+    /// The run with these pools.
+    pub trial: FleetTrial,
     /// Whether instances of its pools were exchanged for others as far as that saves.
-    pub(super) exchanged: bool,
+    pub exchanged: bool,
     /// For each pool the run with one instance less.
-    pub(super) less: Vec<Option<FleetTrial>>,
+    pub less: Vec<Option<FleetTrial>>,
     /// Whether no single instance can be spared for sure.
-    pub(super) least: bool,
+    pub least: bool,
     /// Likely relative error of its times, by rent, where it is known.
-    pub(super) likely_error: Option<f64>,
+    pub likely_error: Option<f64>,
     /// How it stands more load and slower devices.
-    pub(super) stress: FleetStress,
+    pub stress: FleetStress,
     /// How its weights are stored.
-    pub(super) stored: StoredAs,
+    pub stored: StoredAs,
     /// What its instances have for KV beside their devices.
-    pub(super) tiers: PlannedTiers,
+    pub tiers: PlannedTiers,
     /// The policy that places its requests.
-    pub(super) policy: Policy,
+    pub policy: Policy,
     /// As FLEET.toml.
-    pub(super) text: String,
+    pub text: String,
     /// Its parts, each once, in order.
-    pub(super) ids: Vec<&'static str>,
+    pub ids: Vec<&'static str>,
     /// The same, read.
-    pub(super) file: FleetFile,
+    pub file: FleetFile,
 }
 
 impl ProvenFleet {
-    pub(super) fn is_homogeneous(&self) -> bool {
+    /// Whether all devices are of one part.
+    pub fn is_homogeneous(&self) -> bool {
         self.ids.len() == 1
     }
 
     /// Whether attention has devices of its own.
-    pub(super) fn is_apart(&self) -> bool {
+    pub fn is_apart(&self) -> bool {
         is_apart(&self.pools)
     }
 
     /// Whether devices that compute prompts attend to a part of what others decode.
-    pub(super) fn has_spare(&self) -> bool {
+    pub fn has_spare(&self) -> bool {
         has_spare(&self.pools)
     }
 
-    /// Whether its price does not tell it from a cheaper one.
-    pub(super) fn ties_with(&self, cheaper: &ProvenFleet) -> bool {
+    /// Whether it costs as much as a cheaper fleet within model error.
+    pub fn ties_with(&self, cheaper: &ProvenFleet) -> bool {
         let errors = [self, cheaper].map(|fleet| (fleet.usd_per_hour, fleet.likely_error));
         tie(errors, self.ids == cheaper.ids && self.stored == cheaper.stored)
     }
 }
 
-pub(super) fn is_apart(pools: &[PlannedPool]) -> bool {
+pub(crate) fn is_apart(pools: &[PlannedPool]) -> bool {
     pools.iter().any(|pool| pool.attends.is_some())
 }
 
-pub(super) fn has_spare(pools: &[PlannedPool]) -> bool {
+pub(crate) fn has_spare(pools: &[PlannedPool]) -> bool {
     pools.iter().any(|pool| pool.spare.is_some())
 }
 
@@ -91,7 +92,7 @@ fn tie([(usd, error), (cheaper, its_error)]: [(f64, Option<f64>); 2], same_parts
 }
 
 /// What became of the cheapest fleet of those whose attention is not where the weights are.
-pub(super) enum ApartFound {
+pub enum ApartFound {
     /// There is none, for this reason.
     None(String),
     /// The cheapest by rates; among those that hold is it, or one with prompts on instances of their own.
@@ -105,36 +106,37 @@ impl From<Result<FormedFleet, String>> for ApartFound {
 }
 
 /// What a search found.
-pub(super) struct PlanFound {
+pub struct PlanFound {
     /// The fleets that meet the objective, cheapest first.
-    pub(super) fleets: Vec<ProvenFleet>,
+    pub fleets: Vec<ProvenFleet>,
     /// The fleet that came nearest, if none did.
-    pub(super) nearest: Option<ProvenFleet>,
-    pub(super) lower_bound: Option<f64>,
+    pub nearest: Option<ProvenFleet>,
+    /// Rent below which no fleet carries the load by rates; `None` if none can be planned.
+    pub lower_bound: Option<f64>,
     /// What binds, where no fleet can be planned.
-    pub(super) shortfall: Vec<Shortfall>,
+    pub shortfall: Vec<Shortfall>,
     /// The cheapest fleet whose attention has devices of its own.
-    pub(super) apart: ApartFound,
+    pub apart: ApartFound,
     /// The cheapest fleet in which devices that compute prompts attend.
-    pub(super) spare: ApartFound,
+    pub spare: ApartFound,
     /// Number of fleets that the program ranked.
-    pub(super) ranked: usize,
+    pub ranked: usize,
     /// Number of fleets that were tried with host memory or disks for KV.
-    pub(super) with_tiers: usize,
+    pub with_tiers: usize,
     /// Whether all simulations came to their end.
-    pub(super) complete: bool,
+    pub complete: bool,
 }
 
 impl PlanFound {
     /// The rent of the cheapest fleet that holds, of one part if that is asked for; infinite if there is
     /// none.
-    pub(super) fn least_usd(&self, homogeneous: bool) -> f64 {
+    pub(crate) fn least_usd(&self, homogeneous: bool) -> f64 {
         let of = self.fleets.iter().filter(|fleet| !homogeneous || fleet.is_homogeneous());
         of.map(|fleet| fleet.usd_per_hour).fold(f64::INFINITY, f64::min)
     }
 
     /// The rent from which on a fleet is not worth a run.
-    pub(super) fn most_usd(&self, homogeneous: bool) -> f64 {
+    pub(crate) fn most_usd(&self, homogeneous: bool) -> f64 {
         let mut rents: Vec<f64> = self.fleets.iter().map(|fleet| fleet.usd_per_hour).collect();
         rents.sort_by(f64::total_cmp);
         let shown = rents.get(SHOWN - 1).copied().unwrap_or(f64::INFINITY);
@@ -143,7 +145,7 @@ impl PlanFound {
     }
 
     /// The cheapest fleet of one part, where another costs less.
-    pub(super) fn dearer_homogeneous(&self) -> Option<&ProvenFleet> {
+    pub fn dearer_homogeneous(&self) -> Option<&ProvenFleet> {
         self.fleets
             .iter()
             .skip(1)
@@ -152,31 +154,10 @@ impl PlanFound {
     }
 
     /// The fleet that stands more load and slower devices best, of those near the cheapest.
-    pub(super) fn most_robust(&self) -> Option<usize> {
+    pub fn most_robust(&self) -> Option<usize> {
         let fleets: Vec<_> = self.fleets.iter().map(|fleet| (fleet.usd_per_hour, fleet.stress)).collect();
         most_robust(&fleets)
     }
-}
-
-/// Pools in words, those in use: `2 x 4 H100-SXM-80GB prefill + 3 x RTX-4090 decode`.
-pub(super) fn pools_words(parts: &[OfferedPart], pools: &[PlannedPool]) -> String {
-    let used = pools.iter().filter(|pool| pool.count > 0);
-    used.map(|pool| pool_words(parts, pool)).collect::<Vec<_>>().join(" + ")
-}
-
-fn pool_words(parts: &[OfferedPart], pool: &PlannedPool) -> String {
-    let name = parts[pool.part].name();
-    let devices = if pool.layout.devices == 1 { String::new() } else { format!("{} ", pool.layout.devices) };
-    let attends = pool.attends.map_or_else(String::new, |others| {
-        format!(" with {} {} for attention", others.devices, parts[others.part].name())
-    });
-    let spare = pool.spare.map_or("", |_| " with attention on those for prompts");
-    let duty = match pool.duty {
-        Duty::Whole => "",
-        Duty::Prefill => " prefill",
-        Duty::Decode => " decode",
-    };
-    format!("{} x {devices}{name}{}{attends}{duty}{spare}", pool.count, pool.layout.words())
 }
 
 #[cfg(test)]
