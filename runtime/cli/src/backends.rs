@@ -2,8 +2,8 @@
 
 mod files;
 
-use crate::Usage;
 use crate::args::DeviceRole;
+use crate::failure::Usage;
 use crate::groups::SimGroup;
 use crate::notation::{Sharing, Written, WrittenGroup};
 use crate::remote::{self, OpenDevice, RemoteArgs};

@@ -3,9 +3,10 @@
 mod load;
 mod target;
 
-use crate::Usage;
 use crate::args::{DeviceRole, GenerateArgs, ModelArgs};
+use crate::failure::Usage;
 use crate::generate::Ready;
+use crate::output_files::{leave_no_empty, writable};
 use crate::remote::RemoteArgs;
 use crate::screen;
 use crate::trace::{ReplayArgs, positive};
@@ -112,7 +113,7 @@ struct BenchOutcome {
 
 pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     if let Some(file) = &args.html {
-        crate::writable(file)?;
+        writable(file)?;
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let measured = runtime.block_on(async {
@@ -123,7 +124,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         }
         measured
     });
-    let outcome = measured.inspect_err(|_| crate::leave_no_empty(args.html.as_deref()))?;
+    let outcome = measured.inspect_err(|_| leave_no_empty(args.html.as_deref()))?;
     if let Some(file) = &args.html {
         let text = page("mixfleet bench", &outcome.subtitle(), &outcome.html());
         write_whole(file, text.as_bytes()).with_context(|| format!("cannot write {}", file.display()))?;

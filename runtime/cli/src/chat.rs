@@ -1,7 +1,7 @@
 //! Implements `mixfleet chat`.
 
-use crate::Usage;
 use crate::args::{DeviceRole, GenerateArgs, ModelArgs};
+use crate::failure::Usage;
 use crate::generate::Ready;
 use crate::generate::answer::CollectedAnswer;
 use crate::remote::RemoteArgs;

@@ -4,7 +4,7 @@
 //! A template or tokenizer can recurse or allocate without end, which ends the process that uses it. The
 //! child is this program with the hidden command `check-files`; it uses each file once, as serving does.
 
-use crate::{Failed, Usage};
+use crate::failure::{Failed, Usage};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use mixfleet_hal::printable::printable_lines;

@@ -5,8 +5,8 @@ mod json;
 mod page;
 mod table;
 
-use crate::Usage;
 use crate::args::DevicePrice;
+use crate::failure::Usage;
 use crate::numbers::seconds;
 use crate::prices;
 use crate::screen;

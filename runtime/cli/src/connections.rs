@@ -1,6 +1,6 @@
 //! Options for allowed connections, host names and the address for monitoring.
 
-use crate::Usage;
+use crate::failure::Usage;
 use anyhow::{Context, Result};
 use clap::Args;
 use mixfleet_runtime::api::{Limits, Origins};

@@ -1,6 +1,6 @@
 //! Implements `mixfleet explain`.
 
-use crate::Usage;
+use crate::failure::Usage;
 use crate::screen;
 use anyhow::Result;
 use clap::Args;

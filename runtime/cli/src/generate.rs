@@ -3,9 +3,10 @@
 pub(crate) mod answer;
 
 use crate::args::{DeviceRole, GenerateArgs};
+use crate::backends;
+use crate::failure::{Failed, Usage, with_causes};
 use crate::model::Model;
 use crate::start::{self, Choice, Instances, Started};
-use crate::{Failed, Usage, backends, with_causes};
 use answer::{Answers, CollectedAnswer};
 use anyhow::{Context, Result};
 use clap::Parser;

@@ -4,7 +4,7 @@
 //! Parts that compute nothing need no results of each other, so that one device stands for all: it has their
 //! memory, and takes the time that the cost model of the group predicts.
 
-use crate::Usage;
+use crate::failure::Usage;
 use crate::model::Model;
 use crate::notation::{Sharing, Written, WrittenGroup};
 use anyhow::{Context, Result, bail};

@@ -23,6 +23,7 @@ mod connections;
 mod devices;
 mod digest;
 mod explain;
+mod failure;
 #[cfg(feature = "fleet")]
 mod fleet;
 mod generate;
@@ -36,6 +37,7 @@ mod notation;
 mod numbers;
 #[cfg_attr(not(feature = "otlp"), path = "otlp_absent.rs")]
 mod otlp;
+mod output_files;
 mod parts;
 mod plan;
 mod predictions;
@@ -62,59 +64,11 @@ mod trials;
 mod validate;
 mod worker_engines;
 
-use anyhow::Context;
 use clap::CommandFactory;
 use command_line::{Cli, CliCommand};
+use failure::{Failed, Usage, with_causes};
 use mixfleet_hal::printable::printable_lines;
 use std::process::ExitCode;
-
-/// A mistake on the command line that clap cannot detect.
-#[derive(Debug)]
-pub(crate) struct Usage(pub(crate) String);
-
-impl std::fmt::Display for Usage {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Usage {}
-
-/// The thing tested failed: exit code 1.
-#[derive(Debug)]
-pub(crate) struct Failed(pub(crate) String);
-
-impl std::fmt::Display for Failed {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Failed {}
-
-/// Checks before long work that a file can be written; an existing file keeps its content.
-pub(crate) fn writable(file: &std::path::Path) -> anyhow::Result<()> {
-    let opened = std::fs::OpenOptions::new().create(true).append(true).open(file);
-    opened.map(drop).with_context(|| format!("cannot write {}", file.display()))
-}
-
-/// Removes the empty file that [`writable`] made, after work that failed.
-pub(crate) fn leave_no_empty(file: Option<&std::path::Path>) {
-    if let Some(file) = file
-        && std::fs::metadata(file).is_ok_and(|metadata| metadata.is_file() && metadata.len() == 0)
-    {
-        // The error to report is the work's own.
-        let _ = std::fs::remove_file(file);
-    }
-}
-
-/// An error and its causes, each printed once: many messages contain their cause already.
-pub(crate) fn with_causes(error: &anyhow::Error) -> String {
-    error.chain().skip(1).fold(error.to_string(), |text, cause| {
-        let cause = cause.to_string();
-        if text.contains(&cause) { text } else { format!("{text}: {cause}") }
-    })
-}
 
 /// Ends this process when the reader of its output has gone, as `head` does: printing would panic then.
 fn end_with_the_reader() {

@@ -1,8 +1,9 @@
 //! The model to serve: a checkpoint directory, or a model with random weights.
 
 use crate::args::ModelArgs;
+use crate::check_files;
+use crate::failure::Usage;
 use crate::trials::ChildTrials;
-use crate::{Usage, check_files};
 use anyhow::{Context, Result};
 use mixfleet_hal::DType;
 use mixfleet_hal::files::{self, TEXT_BYTES_MAX};

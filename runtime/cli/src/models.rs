@@ -2,7 +2,7 @@
 
 mod check;
 
-use crate::Usage;
+use crate::failure::Usage;
 use crate::screen;
 use anyhow::Result;
 use clap::Args;

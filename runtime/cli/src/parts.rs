@@ -1,6 +1,6 @@
 //! Implements `mixfleet parts`: the catalog.
 
-use crate::Usage;
+use crate::failure::Usage;
 use crate::screen;
 use anyhow::{Result, bail};
 use clap::Args;

@@ -10,12 +10,13 @@ mod table;
 mod tiers;
 mod words;
 
+use crate::failure::{Failed, Usage};
 use crate::interrupt::cancel_on_interrupt;
 use crate::numbers::seconds;
+use crate::output_files::{leave_no_empty, writable};
 use crate::screen;
 use crate::simulate::share;
 use crate::trace::{ReplayArgs, positive};
-use crate::{Failed, Usage, leave_no_empty, writable};
 use anyhow::{Context, Result};
 use clap::Args;
 use load::{LoadSource, PlanLoad};

@@ -5,8 +5,8 @@
 //! 3. the catalog's kernel times for a known part, adjusted by a calibration;
 //! 4. the calibration alone.
 
-use crate::Usage;
 use crate::calibration;
+use crate::failure::Usage;
 use crate::model::Model;
 use anyhow::Result;
 use mixfleet_hal::Device;

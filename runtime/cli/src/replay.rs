@@ -1,6 +1,6 @@
 //! Implements `mixfleet replay`: runs the events that `mixfleet serve` logged through a new fleet machine.
 
-use crate::Failed;
+use crate::failure::Failed;
 use crate::screen;
 use anyhow::{Context, Result};
 use clap::Args;

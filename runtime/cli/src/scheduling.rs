@@ -1,6 +1,6 @@
 //! The scheduler's flags, the same for `serve` and `simulate`.
 
-use crate::Usage;
+use crate::failure::Usage;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use mixfleet_scheduler::fleet::{Admission, Policy};

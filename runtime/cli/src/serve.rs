@@ -2,13 +2,14 @@
 
 use crate::args::{DeviceRole, FrontArgs, InstanceArgs, ModelArgs, ServeArgs};
 use crate::connections::{is_loopback, raise_descriptors};
+use crate::failure::Usage;
 use crate::model::Model;
 use crate::remote::RemoteArgs;
 use crate::settings::ServeSettings;
 use crate::start::{self, Choice, Instances};
 use crate::tiers::Pools;
 use crate::worker_engines::{KvCanary, WorkerEngine, check_roles};
-use crate::{Usage, backends, logs, otlp};
+use crate::{backends, logs, otlp};
 use anyhow::{Context, Result};
 use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::units::Seconds;

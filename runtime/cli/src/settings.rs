@@ -4,9 +4,10 @@
 //! defaulted in one place.
 
 use crate::command_line::{Cli, CliCommand, with_hint};
+use crate::failure::Usage;
+use crate::profiles;
 use crate::scheduling::SchedulingArgs;
 use crate::screen;
-use crate::{Usage, profiles};
 use anyhow::{Context, Result};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, CommandFactory, FromArgMatches};

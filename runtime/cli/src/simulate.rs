@@ -14,10 +14,12 @@ mod timeline;
 mod unmet;
 mod watch;
 
+use crate::failure::{Failed, Usage};
+use crate::output_files::{leave_no_empty, writable};
+use crate::prices;
 use crate::scheduling::SchedulingArgs;
 use crate::screen;
 use crate::trace::{FileBar, ReplayArgs, clock, positive};
-use crate::{Failed, Usage, leave_no_empty, prices, writable};
 use additions::Additions;
 use anyhow::{Context, Result};
 use clap::Args;

@@ -1,9 +1,9 @@
 //! Starts an engine from arguments: opens devices, places weights, calibrates.
 
-use crate::Usage;
 use crate::affinity::LocatedDevices;
 use crate::args::{DeviceRole, ModelArgs, TierArgs};
 use crate::digest::Digest;
+use crate::failure::Usage;
 use crate::groups::SimGroup;
 use crate::model::Model;
 use crate::remote::{OpenDevice, RemoteArgs};

@@ -4,7 +4,7 @@ mod generate;
 mod page;
 mod stats;
 
-use crate::Usage;
+use crate::failure::Usage;
 use anyhow::Result;
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};

@@ -14,10 +14,11 @@ mod serving;
 mod sign;
 mod summary;
 
+use crate::backends;
+use crate::failure::{Failed, Usage};
 use crate::interrupt::cancel_on_interrupt;
 use crate::profile::machine;
 use crate::screen;
-use crate::{Failed, Usage, backends};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use examine::{Examination, Examined};

@@ -1,7 +1,8 @@
 //! Engines of others on the command line: `KIND:http://HOST:PORT` (or https), and what is known of them.
 
+use crate::failure::Usage;
 use crate::numbers::USD_PER_HOUR_MIN;
-use crate::{Usage, profiles};
+use crate::profiles;
 use anyhow::{Context, Result};
 use mixfleet_engines::{EngineAddress, EngineKind, HttpEngine, KvEventsAt, system_lookup};
 use mixfleet_hal::catalog;

@@ -1,8 +1,8 @@
 //! Resolves names on the command line to devices.
 
 use super::Basis;
-use crate::Usage;
 use crate::args::DevicePrice;
+use crate::failure::Usage;
 use crate::profiles;
 use anyhow::Result;
 use mixfleet_hal::DType;

@@ -1,8 +1,9 @@
 //! Joins a fleet as the flags say.
 
 use super::JoinArgs;
+use crate::failure::Usage;
 use crate::tls::Files;
-use crate::{Usage, token};
+use crate::token;
 use anyhow::{Context, Result};
 use mixfleet_runtime::env::SharedEnv;
 use mixfleet_runtime::fleet::registry::{Registry, RegistryConfig};

@@ -1,9 +1,10 @@
 //! Implements `mixfleet member`: lends a device to an instance of another process.
 
 use crate::affinity::LocatedDevices;
+use crate::failure::Usage;
 use crate::remote::{self, RemoteArgs};
 use crate::serve::Signals;
-use crate::{Usage, backends, serve};
+use crate::{backends, serve};
 use anyhow::Result;
 use clap::Args;
 use mixfleet_remote::DeviceServer;

@@ -1,9 +1,9 @@
 //! The KV node of `mixfleet worker --role kv`: host memory and a disk for KV that others computed.
 
 use super::WorkerArgs;
-use crate::Usage;
 use crate::args::TierArgs;
 use crate::digest::Digest;
+use crate::failure::Usage;
 use crate::model::Model;
 use crate::{backends, start, tiers};
 use anyhow::Result;

@@ -3,10 +3,10 @@
 use super::join::Join;
 use super::transports::{self, Offered, PIECE_TIMEOUT};
 use super::{RouterArgs, WorkerArgs, node};
-use crate::Usage;
 use crate::affinity::LocatedDevices;
 use crate::connections::{is_loopback, raise_descriptors, watch};
 use crate::digest::Digest;
+use crate::failure::Usage;
 use crate::logs;
 use crate::remote::RemoteArgs;
 use crate::serve::{self, Around, Signals};

@@ -1,7 +1,8 @@
 //! `mixfleet models --check PATH`: whether a checkpoint would be served, and what memory it takes, before it
 //! is loaded.
 
-use crate::{Failed, Usage, check_files, model, screen, with_causes};
+use crate::failure::{Failed, Usage, with_causes};
+use crate::{check_files, model, screen};
 use anyhow::{Result, bail};
 use mixfleet_hal::units::GB;
 use mixfleet_runtime::model::{ChatTemplate, Checkpoint, GenerationDefaults, Tokenizer};

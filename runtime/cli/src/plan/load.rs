@@ -1,7 +1,7 @@
 //! The load of a plan: its requests, and its classes by size.
 
 use super::PlanArgs;
-use crate::Usage;
+use crate::failure::Usage;
 use anyhow::{Context, Result, anyhow};
 use mixfleet_hal::cast::{to_u64, to_usize};
 use mixfleet_hal::files::{self, TEXT_BYTES_MAX};

@@ -3,7 +3,8 @@
 mod tables;
 
 use super::PlanArgs;
-use crate::{Usage, prices, profiles};
+use crate::failure::Usage;
+use crate::{prices, profiles};
 use anyhow::{Context, Result};
 use mixfleet_hal::catalog::{self, Part, PartKind};
 use mixfleet_hal::economics::{Offer, Price, Selection};

@@ -2,8 +2,8 @@
 
 use super::offers::Offers;
 use super::{ModelWanted, PlanArgs, Printed, document, market, plan};
+use crate::failure::{Failed, Usage};
 use crate::screen;
-use crate::{Failed, Usage};
 use anyhow::Result;
 use mixfleet_planner::order::{cheapest_order, take_from_stock};
 use serde_json::json;

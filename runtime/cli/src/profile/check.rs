@@ -1,6 +1,6 @@
 //! Implements `mixfleet profile check`: whether a file is a profile, and what is wrong with it if not.
 
-use crate::Failed;
+use crate::failure::Failed;
 use crate::screen;
 use anyhow::{Context, Result};
 use clap::Args;

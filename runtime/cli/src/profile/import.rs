@@ -1,6 +1,7 @@
 //! Implements `mixfleet profile import`: published tables of kernel times as a profile.
 
-use crate::{Usage, writable};
+use crate::failure::Usage;
+use crate::output_files::writable;
 use anyhow::{Context, Result, anyhow};
 use clap::{Args, ValueEnum};
 use mixfleet_hal::DType;

@@ -1,9 +1,10 @@
 //! Implements `mixfleet profile --links`: the links of this host, or those to another host.
 
 use super::machine;
+use crate::failure::{Failed, Usage};
 use crate::screen;
 use crate::tls::TlsArgs;
-use crate::{Failed, Usage, backends, links, logs};
+use crate::{backends, links, logs};
 use anyhow::{Context, Result};
 use clap::Args;
 use mixfleet_hal::transport::{Descriptor, RemoteAccess, Transport};

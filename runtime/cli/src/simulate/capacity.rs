@@ -5,7 +5,7 @@ use super::opened::OpenedFleet;
 use super::subject::Simulated;
 use super::unmet::Unmet;
 use super::watch::Watch;
-use crate::Failed;
+use crate::failure::Failed;
 use crate::screen;
 use crate::trace::FileBar;
 use anyhow::Result;

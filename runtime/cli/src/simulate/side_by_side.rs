@@ -4,7 +4,7 @@ use super::opened::OpenedFleet;
 use super::table::NONE;
 use super::watch::Watch;
 use super::{SimulateArgs, check_served, document, good_per_usd};
-use crate::Usage;
+use crate::failure::Usage;
 use crate::prices::PriceList;
 use crate::screen;
 use crate::trace::FileBar;

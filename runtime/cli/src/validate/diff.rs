@@ -1,7 +1,7 @@
 //! Implements `mixfleet validate diff`.
 
+use crate::failure::{Failed, Usage};
 use crate::screen;
-use crate::{Failed, Usage};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use mixfleet_hwtests::validate::{ReadReport, ValidationDiff, diff_page};

@@ -4,8 +4,9 @@ use super::facts;
 use super::progress::Bar;
 use super::run_log::RunLog;
 use super::sign::Signer;
+use crate::failure::Usage;
 use crate::profile::machine;
-use crate::{Usage, backends, built};
+use crate::{backends, built};
 use anyhow::{Context, Result};
 use mixfleet_hal::DeviceInfo;
 use mixfleet_hwtests::validate::{

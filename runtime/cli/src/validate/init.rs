@@ -1,7 +1,8 @@
 //! Implements `mixfleet validate --init-part`.
 
 use super::{device_of, facts};
-use crate::{Usage, backends};
+use crate::backends;
+use crate::failure::Usage;
 use anyhow::{Context, Result, bail};
 use mixfleet_hwtests::profile::ProfileDocument;
 use mixfleet_hwtests::validate::{PartSketch, part_template};

@@ -1,7 +1,7 @@
 //! The log of a run on disk.
 
 use super::RunArgs;
-use crate::Usage;
+use crate::failure::Usage;
 use anyhow::{Context, Result, bail};
 use mixfleet_hwtests::validate::package::JOURNAL;
 use mixfleet_hwtests::validate::runner::header;

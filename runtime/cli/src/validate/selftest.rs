@@ -1,6 +1,7 @@
 //! Implements `mixfleet validate --self-test`: which injected faults the suite detects.
 
-use crate::{Failed, backends};
+use crate::backends;
+use crate::failure::Failed;
 use anyhow::{Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::Device;

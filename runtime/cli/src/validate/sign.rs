@@ -1,7 +1,7 @@
 //! Signed reports, in the format of minisign: the checksums are signed, and they cover every file.
 
+use crate::failure::{Failed, Usage};
 use crate::screen;
-use crate::{Failed, Usage};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use minisign::{PublicKey, PublicKeyBox, SecretKey, SecretKeyBox, SignatureBox};
