@@ -78,7 +78,7 @@ pub(crate) struct CompareArgs {
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
     devices: u32,
     /// Serving engine: mixfleet, vllm, sglang or tensorrt-llm
-    #[arg(long, value_name = "NAME", default_value = "mixfleet", value_parser = engine)]
+    #[arg(long, value_name = "NAME", default_value = "mixfleet", value_parser = engines::find)]
     engine: &'static KnownEngine,
     /// Write an HTML page
     #[arg(long, value_name = "FILE.html")]
@@ -86,11 +86,6 @@ pub(crate) struct CompareArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
-}
-
-/// A serving engine by its name, for flags.
-pub(crate) fn engine(name: &str) -> Result<&'static KnownEngine, String> {
-    engines::find(name)
 }
 
 fn part_file(text: &str) -> Result<(String, PathBuf), String> {

@@ -26,6 +26,18 @@ pub(crate) fn seconds(text: &str) -> Result<f64, String> {
     seconds.ok_or_else(|| format!("expected a positive number of seconds, up to {SECONDS_MAX}"))
 }
 
+/// Parses a factor or a time; values outside these bounds are useless for any trace.
+pub(crate) fn positive(text: &str) -> Result<f64, String> {
+    let value = text.parse().ok().filter(|value: &f64| (1e-9..=1e9).contains(value));
+    value.ok_or_else(|| "expected a number above 0, from 1e-9 to 1e9".into())
+}
+
+/// Parses a share of requests.
+pub(crate) fn share(text: &str) -> Result<f64, String> {
+    let value = text.parse().ok().filter(|value: &f64| *value > 0.0 && *value <= 1.0);
+    value.ok_or_else(|| "expected a share above 0, at most 1".into())
+}
+
 /// Parses a number of requests in work.
 pub(crate) fn requests(text: &str) -> Result<NonZeroUsize, String> {
     let requests = text.parse().ok().filter(|requests: &NonZeroUsize| requests.get() <= REQUESTS_MAX);

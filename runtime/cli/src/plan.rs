@@ -12,11 +12,10 @@ mod words;
 
 use crate::failure::{Failed, Usage};
 use crate::interrupt::cancel_on_interrupt;
-use crate::numbers::seconds;
+use crate::numbers::{positive, seconds, share};
 use crate::output_files::{leave_no_empty, writable};
 use crate::screen;
-use crate::simulate::share;
-use crate::trace::{ReplayArgs, positive};
+use crate::trace_file::ReplayArgs;
 use anyhow::{Context, Result};
 use clap::Args;
 use load::{LoadSource, PlanLoad};
@@ -95,7 +94,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "A,B", value_delimiter = ',')]
     parts: Vec<String>,
     /// Serving engine: mixfleet (default), vllm, sglang, tensorrt-llm
-    #[arg(long, value_name = "NAME", default_value = "mixfleet", hide_default_value = true, value_parser = crate::compare::engine)]
+    #[arg(long, value_name = "NAME", default_value = "mixfleet", hide_default_value = true, value_parser = engines::find)]
     engine: &'static KnownEngine,
     /// How unlike experts are in popularity [default: 0]
     #[arg(long, value_name = "SKEW", default_value_t = 0.0, hide_default_value = true, allow_negative_numbers = true, value_parser = skew)]

@@ -3,15 +3,14 @@
 mod check;
 mod import;
 mod links;
-pub(crate) mod machine;
 mod show;
 
-use crate::backends;
 use crate::failure::{Failed, Usage};
 use crate::interrupt::cancel_on_interrupt;
 use crate::numbers::USD_PER_HOUR_MIN;
 use crate::output_files::writable;
 use crate::screen;
+use crate::{backends, machine};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};

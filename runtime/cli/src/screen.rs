@@ -1,6 +1,7 @@
 //! Text for people, folded to the width of their screen.
 
 use mixfleet_hal::printable::printable_lines;
+use serde::Serialize;
 use std::io::{self, IsTerminal, StdoutLock, Write};
 
 /// Standard output, without characters that control a terminal but for ends of lines and tabs. Lines of text
@@ -21,6 +22,15 @@ pub(crate) fn columns() -> Option<usize> {
 /// Whether lines can be written over.
 pub(crate) fn is_terminal() -> bool {
     io::stdout().is_terminal()
+}
+
+/// The word that a value has as JSON.
+pub(crate) fn word(value: &impl Serialize) -> String {
+    match serde_json::to_value(value) {
+        Ok(serde_json::Value::String(word)) => word,
+        Ok(other) => other.to_string(),
+        Err(error) => error.to_string(),
+    }
 }
 
 /// Folds lines that are longer than the screen between words. What follows stands below the last cell of a

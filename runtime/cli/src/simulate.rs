@@ -15,18 +15,19 @@ mod unmet;
 mod watch;
 
 use crate::failure::{Failed, Usage};
+use crate::numbers::{positive, share};
 use crate::output_files::{leave_no_empty, writable};
 use crate::prices;
 use crate::scheduling::SchedulingArgs;
 use crate::screen;
-use crate::trace::{FileBar, ReplayArgs, clock, positive};
+use crate::trace_file::{FileBar, ReplayArgs};
 use additions::Additions;
 use anyhow::{Context, Result};
 use clap::Args;
 use closed_loop::ClosedLoopArgs;
 use history::History;
 use mixfleet_report::files::write_whole;
-use mixfleet_scheduler::engines::KnownEngine;
+use mixfleet_scheduler::engines::{self, KnownEngine};
 use mixfleet_sim::against::RunErrors;
 use mixfleet_sim::bottleneck::Bottleneck;
 use mixfleet_sim::fleet_file::Routing;
@@ -37,7 +38,6 @@ use page::{Subject, page};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-pub(crate) use subject::word;
 use timeline::TimelineFile;
 use unmet::Unmet;
 use watch::Watch;
@@ -73,7 +73,7 @@ pub(crate) struct SimulateArgs {
     #[arg(long, value_name = "RUN.jsonl", conflicts_with_all = ["trace", "capacity", "speedup", "jitter", "limit"])]
     against: Option<PathBuf>,
     /// Serving engine of pools that name none [default: the fleet file's, or mixfleet]
-    #[arg(long, value_name = "NAME", value_parser = crate::compare::engine)]
+    #[arg(long, value_name = "NAME", value_parser = engines::find)]
     engine: Option<&'static KnownEngine>,
     /// Routers that share the requests [default: the file's, or 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(Routing::COUNT_MAX)))]
@@ -142,12 +142,6 @@ impl SimulateArgs {
         let requests = (&self.requests_out, "--requests-out");
         [(&self.timeline, "--timeline"), (&self.html, "--html"), requests]
     }
-}
-
-/// Parses a share.
-pub(crate) fn share(text: &str) -> Result<f64, String> {
-    let value = text.parse().ok().filter(|value: &f64| *value > 0.0 && *value <= 1.0);
-    value.ok_or_else(|| "expected a share above 0, at most 1".into())
 }
 
 /// The path of an existing or future file, independent of how it was spelled.

@@ -17,7 +17,7 @@ mod summary;
 use crate::backends;
 use crate::failure::{Failed, Usage};
 use crate::interrupt::cancel_on_interrupt;
-use crate::profile::machine;
+use crate::machine;
 use crate::screen;
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};

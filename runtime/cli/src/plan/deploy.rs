@@ -7,7 +7,7 @@ mod rows_tests;
 mod vllm;
 
 use super::Planned;
-use crate::simulate::word;
+use crate::screen::word;
 use mixfleet_planner::found::ProvenFleet;
 use mixfleet_report::files::write_whole;
 use mixfleet_scheduler::engines;

@@ -1,6 +1,7 @@
 //! A plan as a JSON document, `mixfleet.plan/1`.
 
 use super::Planned;
+use crate::screen::word;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::GIB;
 use mixfleet_planner::found::{ApartFound, ProvenFleet};
@@ -105,7 +106,7 @@ fn fleet(planned: &Planned<'_>, fleet: &ProvenFleet) -> Value {
             "kv_nodes": fleet.tiers.nodes,
             "usd_per_hour": fleet.tiers.rent(&fleet.pools).0,
         },
-        "policy": crate::simulate::word(&fleet.policy),
+        "policy": word(&fleet.policy),
         "likely_error": fleet.likely_error,
         "slack": { "load": load, "times": times },
         "attained_under": { "load": under(fleet.stress.load), "times": under(fleet.stress.times) },

@@ -2,7 +2,7 @@
 
 use super::Planned;
 use super::document::{missed, usd_per_million, with_one_less};
-use crate::simulate::word;
+use crate::screen::word;
 use mixfleet_hal::units::UsdPerHour;
 use mixfleet_planner::found::{ApartFound, ProvenFleet};
 use mixfleet_planner::hours::{self, HourPlan};

@@ -1,7 +1,7 @@
 //! The pools of a plan, and the steps of its search, in words.
 
 use super::tiers;
-use crate::simulate::word;
+use crate::screen::word;
 use mixfleet_planner::search::SearchProgress;
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_scheduler::plan::offer::OfferedPart;

@@ -1,7 +1,7 @@
 //! Implements `mixfleet profile --links`: the links of this host, or those to another host.
 
-use super::machine;
 use crate::failure::{Failed, Usage};
+use crate::machine;
 use crate::screen;
 use crate::tls::TlsArgs;
 use crate::{backends, links, logs};

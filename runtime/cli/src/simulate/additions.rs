@@ -2,7 +2,7 @@
 
 use super::opened::OpenedFleet;
 use super::watch::Watch;
-use crate::trace::FileBar;
+use crate::trace_file::FileBar;
 use anyhow::Result;
 use mixfleet_hal::units::Ordered;
 use mixfleet_sim::capacity::SHARE;

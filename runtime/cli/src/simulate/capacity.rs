@@ -7,7 +7,7 @@ use super::unmet::Unmet;
 use super::watch::Watch;
 use crate::failure::Failed;
 use crate::screen;
-use crate::trace::FileBar;
+use crate::trace_file::FileBar;
 use anyhow::Result;
 use mixfleet_sim::capacity::{Goal, PRECISION, Probe, SPEEDUP_MAX, SPEEDUP_MIN, search};
 use mixfleet_sim::simulate::run as simulate;

@@ -1,6 +1,6 @@
 //! Options of a closed loop, in place of a trace.
 
-use crate::trace::positive;
+use crate::numbers::positive;
 use clap::Args;
 use mixfleet_hal::units::Seconds;
 use mixfleet_sim::trace::{ClosedLoop, TOKENS_MAX};

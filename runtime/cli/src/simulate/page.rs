@@ -4,6 +4,7 @@ use super::additions::{Addition, Additions};
 use super::history::{History, Point, Quantity};
 use super::subject::Simulated;
 use super::table::{NONE, per_million, used};
+use crate::trace_file::clock;
 use mixfleet_report::html::{Cell, Html, Tone};
 use mixfleet_report::svg::{Axis, Chart, DISTINCT_MAX, Limit, Mark, Scale, Series};
 use mixfleet_sim::bottleneck::Bottleneck;
@@ -37,7 +38,7 @@ pub(super) fn page(subject: &Subject<'_>) -> String {
     body.heading(2, "Pools and dollars");
     pools(&mut body, subject);
     let r = subject.results;
-    let subtitle = format!("{} requests in {} of virtual time", r.requests, super::clock(r.simulated_s));
+    let subtitle = format!("{} requests in {} of virtual time", r.requests, clock(r.simulated_s));
     mixfleet_report::html::page("Simulation of a fleet", &subtitle, &body)
 }
 

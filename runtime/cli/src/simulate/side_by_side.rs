@@ -7,7 +7,7 @@ use super::{SimulateArgs, check_served, document, good_per_usd};
 use crate::failure::Usage;
 use crate::prices::PriceList;
 use crate::screen;
-use crate::trace::FileBar;
+use crate::trace_file::FileBar;
 use anyhow::{Context, Result};
 use mixfleet_sim::bottleneck::Bottleneck;
 use mixfleet_sim::simulate::{Distribution, Results};

@@ -1,6 +1,7 @@
 //! What a run simulated, so that its results can be read without its command line.
 
 use super::SimulateArgs;
+use crate::screen::word;
 use anyhow::{Context, Result};
 use mixfleet_hal::files::{self, TEXT_BYTES_MAX};
 use mixfleet_hwtests::validate::sha256;
@@ -126,14 +127,5 @@ impl Simulated {
         ];
         facts.extend(self.prices.iter().map(|list| ("prices", list.clone())));
         facts
-    }
-}
-
-/// The word that a value has as JSON.
-pub(crate) fn word(value: &impl Serialize) -> String {
-    match serde_json::to_value(value) {
-        Ok(serde_json::Value::String(word)) => word,
-        Ok(other) => other.to_string(),
-        Err(error) => error.to_string(),
     }
 }

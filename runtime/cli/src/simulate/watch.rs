@@ -3,7 +3,7 @@
 use super::history::History;
 use super::timeline::TimelineFile;
 use super::unmet::Unmet;
-use crate::trace::FileBar;
+use crate::trace_file::FileBar;
 use mixfleet_scheduler::fleet::{Action, Event};
 use mixfleet_sim::capacity::Goal;
 use mixfleet_sim::simulate::{AnswerTimes, Observer, Sample, Setup};

@@ -1,6 +1,7 @@
 //! Implements `mixfleet trace generate`.
 
-use super::{positive, usage};
+use super::usage;
+use crate::numbers::positive;
 use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};

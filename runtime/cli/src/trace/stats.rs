@@ -1,7 +1,8 @@
 //! Implements `mixfleet trace stats`.
 
-use super::{FileBar, ReplayArgs, page};
+use super::page;
 use crate::screen;
+use crate::trace_file::{FileBar, ReplayArgs};
 use anyhow::{Context, Result};
 use clap::Args;
 use mixfleet_report::files::write_whole;

@@ -4,7 +4,7 @@ use super::examine::{Examination, Examined};
 use super::{RunArgs, child_command, default_folder, facts, folder_name, plan, sign};
 use crate::failure::{Failed, Usage};
 use crate::interrupt::cancel_on_interrupt;
-use crate::profile::machine;
+use crate::machine;
 use crate::screen;
 use anyhow::{Context, Result, bail};
 use mixfleet_hwtests::validate::{MeasuringTurns, Processes, Start, Validation, ValidationVerdict};

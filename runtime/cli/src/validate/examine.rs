@@ -5,7 +5,7 @@ use super::progress::Bar;
 use super::run_log::RunLog;
 use super::sign::Signer;
 use crate::failure::Usage;
-use crate::profile::machine;
+use crate::machine;
 use crate::{backends, built};
 use anyhow::{Context, Result};
 use mixfleet_hal::DeviceInfo;
