@@ -10,18 +10,6 @@ use mixfleet_hal::{DType, KvShape, OpSig, Operand, OperandAccess};
 /// Number of unused pages, which hold NaN as uninitialised memory might.
 const SPARE_PAGES: u32 = 2;
 
-/// Rounds every value to `dtype`.
-pub(crate) fn rounded(dtype: DType, values: &[f64]) -> Vec<f64> {
-    dtype.decode(&encoded(dtype, values))
-}
-
-/// Encodes `values` in `dtype`.
-pub(crate) fn encoded(dtype: DType, values: &[f64]) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(values.len() * to_usize(dtype.size_bytes()));
-    values.iter().for_each(|&v| dtype.encode(v, &mut bytes));
-    bytes
-}
-
 impl Case {
     /// Returns the decoded operands in the order of [`OpSig::operands`]; written ones hold NaN. Paged KV is
     /// `[slots, kv_heads, head_dim]`, with NaN in slots that hold no token.

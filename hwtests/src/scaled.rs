@@ -1,7 +1,7 @@
 //! KV of eight bits in float64: what a head holds once it is stored, and its bytes. The definition is that of
 //! [`mixfleet_hal::scaled`]; the code is not.
 
-use crate::inputs;
+use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::scaled::SCALE_BYTES;
 use mixfleet_hal::{DType, OpSig, Operand};
 
@@ -15,10 +15,17 @@ pub(crate) fn values_of(sig: &OpSig, operand: &Operand, elements: u64) -> u64 {
     head_dim(sig, operand).map_or(elements, |dim| elements / (dim + SCALE_BYTES) as u64 * dim as u64)
 }
 
+/// Encodes `values` in `dtype`, without scales.
+pub(crate) fn encoded_as(dtype: DType, values: &[f64]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(values.len() * to_usize(dtype.size_bytes()));
+    values.iter().for_each(|&v| dtype.encode(v, &mut bytes));
+    bytes
+}
+
 /// The bytes of an operand.
 pub(crate) fn encoded(sig: &OpSig, operand: &Operand, values: &[f64]) -> Vec<u8> {
     let dtype = operand.dtype;
-    let Some(dim) = head_dim(sig, operand) else { return inputs::encoded(dtype, values) };
+    let Some(dim) = head_dim(sig, operand) else { return encoded_as(dtype, values) };
     let mut bytes = Vec::new();
     for head in values.chunks(dim) {
         let scale = scale(dtype, head);
@@ -49,7 +56,11 @@ pub(crate) fn stored(dtype: DType, head_dim: u32, values: &[f64]) -> Vec<f64> {
     let of_head = |head: &[f64]| {
         let scale = scale(dtype, head);
         let numbers: Vec<f64> = head.iter().map(|value| value / scale).collect();
-        inputs::rounded(dtype, &numbers).into_iter().map(move |number| number * scale).collect::<Vec<f64>>()
+        dtype
+            .decode(&encoded_as(dtype, &numbers))
+            .into_iter()
+            .map(move |number| number * scale)
+            .collect::<Vec<f64>>()
     };
     values.chunks(head_dim as usize).flat_map(of_head).collect()
 }

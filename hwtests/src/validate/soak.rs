@@ -10,7 +10,7 @@ use crate::bench::{Bench, SubmitMode, Trouble};
 use crate::cases::{Case, TokenSpread};
 use crate::checked::checked;
 use crate::ids;
-use crate::inputs::encoded;
+use crate::scaled::encoded_as;
 use crate::suite::entries;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, OperandAccess, Queue, Slice, Support};
@@ -293,7 +293,7 @@ impl<'a> SoakRun<'a> {
         let case = Case { sig, spread: TokenSpread::Even, seed: 5 };
         let mut args = Vec::new();
         for (operand, values) in sig.operands().iter().zip(case.operands()) {
-            let bytes = encoded(operand.dtype, &values);
+            let bytes = encoded_as(operand.dtype, &values);
             let slice = device.alloc(bytes.len() as u64, BufferUsage::Activations)?;
             if operand.access == OperandAccess::Read {
                 device.write(&slice, &bytes)?;

@@ -196,6 +196,12 @@ const CYCLES: &[(&str, &[&str], &str)] = &[
         &["device", "queue"],
         "a device opens queues; a queue holds what its device shares",
     ),
+    ("hwtests/src", &["experts", "oracle"], "the oracle has that of experts, whose products are its own"),
+    (
+        "runtime/cli/src",
+        &["backends", "groups", "notation"],
+        "backends open what is written so, and their names begin what is written",
+    ),
     (
         "runtime/cli/src",
         &["command_line", "fleet", "serve", "settings"],
@@ -450,12 +456,33 @@ fn module_of(path: &str) -> Option<(&str, &str)> {
     (is_product(path) && !matches!(module, "lib" | "main" | "bin")).then_some((directory, module))
 }
 
-/// The top-level modules that `text` names by `crate::`, tests and comments apart.
+/// The names of the crate's root that `text` imports by `crate::`, tests and comments apart.
 fn imported(text: &str) -> BTreeSet<&str> {
     let product = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
-    let lines = product.lines().filter(|line| !line.trim_start().starts_with("//"));
-    let word = |rest: &str| rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len());
-    lines.flat_map(|line| line.split("crate::").skip(1)).map(|rest| &rest[..word(rest)]).collect()
+    let in_comment = |at: usize| product[..at].rsplit('\n').next().is_some_and(|line| line.contains("//"));
+    let paths = product.match_indices("crate::").filter(|(at, _)| !in_comment(*at));
+    paths.flat_map(|(at, found)| first_names(&product[at + found.len()..])).collect()
+}
+
+/// The first name of a path, or of each path in braces.
+fn first_names(path: &str) -> Vec<&str> {
+    let name = |path: &'_ str| path.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(path.len());
+    let Some(list) = path.strip_prefix('{') else { return vec![&path[..name(path)]] };
+    let (mut names, mut depth, mut begin) = (Vec::new(), 0, 0);
+    for (at, c) in list.char_indices() {
+        if depth == 0 && matches!(c, ',' | '}') {
+            let path = list[begin..at].trim_start();
+            names.push(&path[..name(path)]);
+            begin = at + 1;
+        }
+        match c {
+            '{' => depth += 1,
+            '}' if depth == 0 => break,
+            '}' => depth -= 1,
+            _ => {}
+        }
+    }
+    names
 }
 
 /// Groups of top-level modules that import each other, by crate.
@@ -515,9 +542,29 @@ fn cycles_are_seen() {
         file("x/src/d.rs", "use crate::a::A;\n"),
         file("x/src/e.rs", "use crate::a::A;\n#[cfg(test)]\nmod tests {\n    use crate::f::F;\n}\n"),
         file("x/src/f.rs", "// crate::a\nuse crate::e::E;\n"),
+        file("x/src/g.rs", "use crate::{\n    e::{E, g},\n    h,\n};\n"),
+        file("x/src/h.rs", "use crate::{f, g::G};\n"),
     ];
-    let expected = vec![("x/src".to_string(), vec!["a".to_string(), "b".into(), "d".into()])];
-    assert_eq!(cycles(&sources), expected);
+    let group = |names: &[&str]| {
+        ("x/src".to_string(), names.iter().map(|name| (*name).to_string()).collect::<Vec<_>>())
+    };
+    assert_eq!(cycles(&sources), [group(&["a", "b", "d"]), group(&["g", "h"])]);
+}
+
+#[test]
+fn no_module_of_the_binary_imports_from_its_root() {
+    let sources = sources();
+    let of_binary: Vec<(&str, &str, &str)> = sources
+        .iter()
+        .filter_map(|(path, text)| Some((path.as_str(), module_of(path)?, text.as_str())))
+        .filter(|(_, (directory, _), _)| *directory == "runtime/cli/src")
+        .map(|(path, (_, module), text)| (path, module, text))
+        .collect();
+    let is_module = |name: &str| of_binary.iter().any(|(_, module, _)| *module == name);
+    let upward = of_binary.iter().flat_map(|(path, _, text)| {
+        imported(text).into_iter().filter(|name| !is_module(name)).map(move |name| format!("{path}: {name}"))
+    });
+    assert_none(&upward.collect::<Vec<_>>(), "what main.rs has is imported by what it starts");
 }
 
 /// The functions that a walk of docs/ARCHITECTURE.md names, by file: "`file.rs: function, function`".
