@@ -6,7 +6,7 @@ mod own;
 mod rows_tests;
 mod vllm;
 
-use super::Planned;
+use super::render::Planned;
 use crate::screen::word;
 use mixfleet_planner::found::ProvenFleet;
 use mixfleet_report::files::write_whole;

@@ -1,6 +1,6 @@
 //! The load of a plan: its requests, and its classes by size.
 
-use super::PlanArgs;
+use super::args::PlanArgs;
 use crate::failure::Usage;
 use anyhow::{Context, Result, anyhow};
 use mixfleet_hal::cast::{to_u64, to_usize};

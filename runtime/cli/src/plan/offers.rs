@@ -2,7 +2,7 @@
 
 mod tables;
 
-use super::PlanArgs;
+use super::args::PlanArgs;
 use crate::failure::Usage;
 use crate::{prices, profiles};
 use anyhow::{Context, Result};

@@ -1,7 +1,9 @@
 //! One model after the other, where several share what there is.
 
+use super::args::PlanArgs;
 use super::offers::Offers;
-use super::{ModelWanted, PlanArgs, Printed, document, market, plan};
+use super::render::document;
+use super::run::{ModelWanted, Printed, market, plan};
 use crate::failure::{Failed, Usage};
 use crate::screen;
 use anyhow::Result;

@@ -1,6 +1,6 @@
 //! Host memory and disks for KV that a plan may choose, of instances or of KV nodes.
 
-use super::PlanArgs;
+use super::args::PlanArgs;
 use mixfleet_hal::units::{Bytes, GIB, UsdPerHour};
 use mixfleet_scheduler::plan::tiers::PlannedTiers;
 

@@ -1,6 +1,6 @@
 //! The pools of a plan, and the steps of its search, in words.
 
-use super::tiers;
+use crate::plan::tiers;
 use crate::screen::word;
 use mixfleet_planner::search::SearchProgress;
 use mixfleet_scheduler::plan::market::PlannedPool;
@@ -29,7 +29,7 @@ fn pool_words(parts: &[OfferedPart], pool: &PlannedPool) -> String {
 }
 
 /// A step of a search in a line.
-pub(super) fn progress_words(parts: &[OfferedPart], progress: SearchProgress<'_>) -> String {
+pub(in crate::plan) fn progress_words(parts: &[OfferedPart], progress: SearchProgress<'_>) -> String {
     match progress {
         SearchProgress::Ranked { fleets, requests } => {
             format!("{fleets} fleets by rates; simulating {requests} requests")

@@ -12,7 +12,7 @@ use mixfleet_sim::bottleneck::Bottleneck;
 use mixfleet_sim::fleet_file::role_of;
 
 /// Renders the page.
-pub(super) fn page(planned: &Planned<'_>, market: &Market) -> String {
+pub(in crate::plan) fn page(planned: &Planned<'_>, market: &Market) -> String {
     let Planned { args, load, outcome, .. } = planned;
     let mut body = Html::default();
     let percent = 100.0 * args.attain;

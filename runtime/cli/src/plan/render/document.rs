@@ -18,9 +18,9 @@ use mixfleet_sim::fleet_file::role_of;
 use serde_json::{Value, json};
 
 /// The schema of several plans.
-pub(super) const SEVERAL: &str = "mixfleet.plans/1";
+pub(in crate::plan) const SEVERAL: &str = "mixfleet.plans/1";
 
-pub(super) fn of(planned: &Planned<'_>) -> Value {
+pub(in crate::plan) fn of(planned: &Planned<'_>) -> Value {
     let Planned { args, model, stored, load, offers, outcome, .. } = planned;
     let fleets: Vec<Value> = outcome.fleets.iter().map(|fleet| self::fleet(planned, fleet)).collect();
     let homogeneous = outcome.fleets.iter().position(ProvenFleet::is_homogeneous);

@@ -1,7 +1,8 @@
 //! A plan as text.
 
 use super::Planned;
-use super::document::{missed, usd_per_million, with_one_less};
+use super::document::{self, missed, usd_per_million, with_one_less};
+use crate::plan::tiers;
 use crate::screen::word;
 use mixfleet_hal::units::UsdPerHour;
 use mixfleet_planner::found::{ApartFound, ProvenFleet};
@@ -17,7 +18,7 @@ const IDS_MAX: usize = 6;
 /// Break-evens that are shown, those nearest to the parts' prices.
 const BREAK_EVENS_MAX: usize = 4;
 
-pub(super) fn of(planned: &Planned<'_>, started: Option<&str>) -> String {
+pub(in crate::plan) fn of(planned: &Planned<'_>, started: Option<&str>) -> String {
     let Planned { args, load, offers, outcome, .. } = planned;
     let mut text = String::new();
     let mut line = |name: &str, value: String| {
@@ -222,7 +223,7 @@ fn nearest_break_evens(planned: &Planned<'_>) -> Vec<String> {
 /// What of the owned devices a fleet uses, and what is to be added.
 fn changes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Option<String> {
     planned.args.have.as_ref()?;
-    let all = super::document::changes(planned, fleet).into_iter().map(|change| {
+    let all = document::changes(planned, fleet).into_iter().map(|change| {
         let (name, used) = (planned.offers.parts[change.part].name(), change.planned.min(change.owned));
         match (change.planned, change.owned) {
             (planned, owned) if planned > owned => format!("add {} x {name}", planned - owned),
@@ -273,7 +274,7 @@ pub(super) fn why_lost(planned: &Planned<'_>) -> Option<String> {
 }
 
 /// Why there is no fleet, and the nearest that can be met.
-pub(super) fn unmet(planned: &Planned<'_>) -> String {
+pub(in crate::plan) fn unmet(planned: &Planned<'_>) -> String {
     let outcome = planned.outcome;
     let mut text = String::from("no fleet was found that meets the objective");
     for shortfall in &outcome.shortfall {
@@ -302,5 +303,5 @@ fn words(planned: &Planned<'_>, fleet: &ProvenFleet) -> String {
     let pools = planned.words(&fleet.pools, fleet.stored);
     let policy =
         if fleet.policy == Policy::default() { String::new() } else { format!(", {}", word(&fleet.policy)) };
-    format!("{pools}{}{policy}", super::tiers::words(&fleet.tiers))
+    format!("{pools}{}{policy}", tiers::words(&fleet.tiers))
 }
