@@ -1,6 +1,6 @@
 //! Resolves names on the command line to devices.
 
-use super::Basis;
+use super::comparison::Basis;
 use crate::args::DevicePrice;
 use crate::failure::Usage;
 use crate::profiles;
@@ -15,11 +15,11 @@ use std::path::{Path, PathBuf};
 
 /// A device to compare: in the catalog, measured, or both.
 #[derive(Clone, Debug)]
-pub(crate) struct Compared {
-    pub(crate) name: String,
-    pub(crate) part: Option<&'static Part>,
-    pub(crate) measured: Option<DeviceProfile>,
-    pub(crate) price: Option<Price>,
+pub(super) struct Compared {
+    pub(super) name: String,
+    pub(super) part: Option<&'static Part>,
+    pub(super) measured: Option<DeviceProfile>,
+    pub(super) price: Option<Price>,
 }
 
 impl Compared {

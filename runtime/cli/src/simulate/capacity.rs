@@ -2,6 +2,7 @@
 //! serves then.
 
 use super::opened::OpenedFleet;
+use super::run::NO_REQUEST;
 use super::subject::Simulated;
 use super::unmet::Unmet;
 use super::watch::Watch;
@@ -94,7 +95,7 @@ impl<'a> Prober<'a> {
             last_at_s = request?.at.0;
         }
         if requests == 0 {
-            return Err(Failed(super::NO_REQUEST.into()).into());
+            return Err(Failed(NO_REQUEST.into()).into());
         }
         Ok(Prober { fleet, goal: Goal { requests, share }, last_at_s })
     }

@@ -1,6 +1,6 @@
 //! A fleet and a load of the command line, ready to be simulated.
 
-use super::SimulateArgs;
+use super::args::SimulateArgs;
 use super::subject::Simulated;
 use super::watch::Watch;
 use crate::prices::PriceList;

@@ -1,9 +1,10 @@
 //! Several fleets under one load, a row each.
 
+use super::args::SimulateArgs;
 use super::opened::OpenedFleet;
+use super::run::{check_served, document, good_per_usd};
 use super::table::NONE;
 use super::watch::Watch;
-use super::{SimulateArgs, check_served, document, good_per_usd};
 use crate::failure::Usage;
 use crate::prices::PriceList;
 use crate::screen;

@@ -1,6 +1,6 @@
 //! What a run simulated, so that its results can be read without its command line.
 
-use super::SimulateArgs;
+use super::args::SimulateArgs;
 use crate::screen::word;
 use anyhow::{Context, Result};
 use mixfleet_hal::files::{self, TEXT_BYTES_MAX};

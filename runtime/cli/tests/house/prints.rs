@@ -9,7 +9,7 @@ const PRINTS: &[&str] = &[
     "backends/wgpu/src/plan/shaders.rs",
     "runtime/cli/src/chat.rs",
     "runtime/cli/src/check_files.rs",
-    "runtime/cli/src/compare.rs",
+    "runtime/cli/src/compare",
     "runtime/cli/src/fleet/status.rs",
     "runtime/cli/src/generate.rs",
     "runtime/cli/src/interrupt.rs",

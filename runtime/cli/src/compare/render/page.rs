@@ -1,7 +1,7 @@
 //! The comparison as one self-contained HTML page.
 
-use super::Comparison;
 use super::table::{DTYPES, cost_row, rate, significant, words};
+use crate::compare::comparison::Comparison;
 use mixfleet_hal::units::GB;
 use mixfleet_report::bars::{BarRow, Bars};
 use mixfleet_report::html::{Cell, Html, Tone};
@@ -11,7 +11,7 @@ use mixfleet_scheduler::classes::{Classified, Job};
 const BARS_MAX: usize = 24;
 
 /// Renders the page.
-pub(super) fn page(comparison: &Comparison) -> String {
+pub(in crate::compare) fn page(comparison: &Comparison) -> String {
     let mut body = Html::default();
     body.facts(&facts(comparison));
     body.heading(2, "What a token costs");

@@ -1,11 +1,11 @@
 //! The comparison as a JSON document, `mixfleet.compare/1`.
 
-use super::devices::Compared;
-use super::{Basis, Comparison};
+use crate::compare::comparison::{Basis, Comparison};
+use crate::compare::devices::Compared;
 use mixfleet_scheduler::classes::{Classified, Job, Standing};
 use serde_json::{Map, Value, json};
 
-pub(super) fn document(comparison: &Comparison) -> Value {
+pub(in crate::compare) fn document(comparison: &Comparison) -> Value {
     let Comparison { model, demand, basis, devices, classified, likely_errors, without_offer, warnings } =
         comparison;
     let predicted = classified.iter().zip(likely_errors.iter().copied());

@@ -1,7 +1,7 @@
 //! The comparison as text and tables.
 
-use super::Comparison;
-use super::devices::{Compared, PerDollarRow};
+use crate::compare::comparison::Comparison;
+use crate::compare::devices::{Compared, PerDollarRow};
 use anyhow::Result;
 use mixfleet_hal::DType;
 use mixfleet_hal::units::{GB, UsdPerHour};
@@ -13,7 +13,7 @@ const WORDS_MAX: usize = 8;
 /// Ids of parts in a line.
 const IDS_PER_LINE: usize = 6;
 
-pub(super) fn write(out: &mut impl Write, comparison: &Comparison) -> Result<()> {
+pub(in crate::compare) fn write(out: &mut impl Write, comparison: &Comparison) -> Result<()> {
     let Comparison { model, demand, basis, devices, classified, without_offer, .. } = comparison;
     let (weights, kv) = (demand.weights.0 / GB, demand.shape.kv_bytes_per_token());
     let (stored, kv_dtype) = (demand.shape.stored(), demand.shape.kv);
