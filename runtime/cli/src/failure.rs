@@ -1,28 +1,14 @@
 //! Errors that decide the exit code, and how errors are printed.
 
-/// A mistake on the command line that clap cannot detect.
-#[derive(Debug)]
+/// A mistake on the command line that clap cannot detect: exit code 2.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 pub(crate) struct Usage(pub(crate) String);
 
-impl std::fmt::Display for Usage {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Usage {}
-
 /// The thing tested failed: exit code 1.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 pub(crate) struct Failed(pub(crate) String);
-
-impl std::fmt::Display for Failed {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Failed {}
 
 /// An error and its causes, each printed once: many messages contain their cause already.
 pub(crate) fn with_causes(error: &anyhow::Error) -> String {
