@@ -1,10 +1,10 @@
 //! Searches for the cheapest fleets, and proves by simulation which of them hold an objective.
 //!
-//! [`mixfleet_scheduler::plan`] ranks fleets by rates. [`search`] simulates the ranked fleets: those that miss
-//! the objective get more instances ([`growth`]), and those that hold lose instances until none can be spared
-//! ([`repair`]). [`found`] has the results, [`stress`] what they withstand beyond the plan, [`hours`] the plan
-//! of each hour, [`prices`] what other prices would change, and [`order`] the order in which models share a
-//! limited stock.
+//! [`mixfleet_scheduler::plan`] ranks fleets by rates. [`search`] simulates the ranked fleets: those that
+//! miss the objective get more instances ([`growth`]), and those that hold lose instances until none can be
+//! spared ([`repair`]). [`found`] has the results, [`stress`] what they withstand beyond the plan, [`hours`]
+//! the plan of each hour, [`prices`] what other prices would change, and [`order`] the order in which models
+//! share a limited stock.
 //!
 //! What is absent: arguments, files, output, placement decisions. The caller is told of progress and can stop
 //! a search.
