@@ -1,8 +1,8 @@
 //! The one list of operations and their fields, from which names and compact codecs are derived.
 //!
-//! Profiles and traces have the form of `serde`, which is to be read by people and by later releases. Processes
-//! that lend devices to each other are of one release and write whole batches: they have the form of a
-//! [`FieldCodec`], a few bytes for an operation.
+//! Profiles and traces have the form of `serde`, which is to be read by people and by later releases.
+//! Processes that lend devices to each other are of one release and write whole batches: they have the form
+//! of a [`FieldCodec`], a few bytes for an operation.
 
 use crate::op::{
     ColumnsOf, ExpertRouting, GroupedRows, KvShape, LatentKv, OpSig, RotaryPart, Scalar, Scoring,

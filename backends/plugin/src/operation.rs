@@ -1,5 +1,5 @@
-//! Operations as the library gets them: in the structs of a C interface, whose layout is promised to libraries
-//! that were compiled against it, and so not by [`OpSig::code`](mixfleet_hal::OpSig::code).
+//! Operations as the library gets them: in the structs of a C interface, whose layout is promised to
+//! libraries that were compiled against it, and so not by [`OpSig::code`](mixfleet_hal::OpSig::code).
 
 use crate::abi::MixfleetOp;
 use crate::shapes::*;

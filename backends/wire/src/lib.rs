@@ -1,8 +1,8 @@
 //! Transports that move KV between memories.
 //!
 //! [`InProcessTransport`] connects two ends in one process, [`Shm`] two processes on one host, [`Tcp`] any
-//! two hosts on a network, and `verbs` (a feature) hosts with RDMA. `one_sided` has what they share: each adds
-//! what moves its bytes. [`Duplex`] is a protected connection for other messages than KV. For tests,
+//! two hosts on a network, and `verbs` (a feature) hosts with RDMA. `one_sided` has what they share: each
+//! adds what moves its bytes. [`Duplex`] is a protected connection for other messages than KV. For tests,
 //! `FaultyTransport` injects the faults of a [`FaultPlan`](mixfleet_hal::fault::FaultPlan): corruption, loss
 //! and silence.
 //!

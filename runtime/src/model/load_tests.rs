@@ -72,20 +72,16 @@ fn damage_is_blamed_on_the_file_and_the_tensor() {
         std::fs::write(dir.join("model-00002-of-00003.safetensors"), [1, 2, 3]).expect("a file");
     });
     assert_says(&error, &["model-00002-of-00003.safetensors", "3 bytes", "truncated?"]);
-
     let error = error_after("shard-missing", 3, |dir| {
         std::fs::remove_file(dir.join("model-00003-of-00003.safetensors")).expect("a file");
     });
     assert_says(&error, &["model-00003-of-00003.safetensors"]);
-
     let error = error_after("absent", 1, |dir| std::fs::remove_file(single(dir)).expect("a file"));
     assert_says(&error, &["model.safetensors", "model.safetensors.index.json"]);
-
     let error = error_after("header-long", 1, |dir| {
         std::fs::write(single(dir), [0xFF; 64]).expect("a file");
     });
     assert_says(&error, &["header of 18446744073709551615 bytes", "not safetensors?"]);
-
     let error = error_after("renamed", 1, |dir| {
         edit_header(&single(dir), |header| {
             let entry = header.remove("model.norm.weight").expect("there");
@@ -93,7 +89,6 @@ fn damage_is_blamed_on_the_file_and_the_tensor() {
         });
     });
     assert_says(&error, &["tensor 'model.norm.weight'", "missing", "[48]"]);
-
     let error = error_after("shape", 1, |dir| {
         edit_header(&single(dir), |h| h["model.layers.1.mlp.up_proj.weight"]["shape"] = json!([48, 80]));
     });
@@ -101,7 +96,6 @@ fn damage_is_blamed_on_the_file_and_the_tensor() {
         &error,
         &["model.safetensors", "'model.layers.1.mlp.up_proj.weight'", "[48, 80]", "[80, 48]"],
     );
-
     let error = error_after("size", 1, |dir| {
         edit_header(&single(dir), |h| h["lm_head.weight"]["shape"] = json!([261, 49]));
     });

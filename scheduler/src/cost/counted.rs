@@ -98,20 +98,21 @@ impl ModelShape {
         let drawn = to_u32(parts.iter().filter(|part| part.last).count()) + batch;
         let list = LayerOps { adds: part.adds, ..LayerOps::counted(self) };
         let mut work = LayerWork::default();
-        if part.embeds {
+        let computes = part.work.computes();
+        if part.embeds && computes {
             list.embed(rows, self.vocab, &mut work.of(self, 1));
         }
         self.count_rows(&list, rows, part.work, &mut work);
-        if part.has_head {
+        if part.has_head && computes {
             list.logits(drawn, rows, &mut work.of(self, 1));
         }
-        if let Some(vocab) = part.draws {
+        if let Some(vocab) = part.draws.filter(|_| computes) {
             list.draw(drawn, vocab, DrawSizes::default(), &mut work.of(self, 1));
         }
         if part.work.attends() {
             self.count_attention(&list, parts, (batch, kv_tokens), &mut work);
         }
-        if part.work.computes() {
+        if computes {
             self.count_lifts(&list, parts, batch, &mut work);
         }
         work.merged()
