@@ -71,6 +71,7 @@ pub use duplex::{Duplex, DuplexCaller, DuplexListener};
 #[cfg(any(test, feature = "testing"))]
 pub use faulty::FaultyTransport;
 pub use memory::InProcessTransport;
+pub use one_sided::OneSided;
 #[cfg(unix)]
 pub use pending::PendingStream;
 pub use region::HostRegion;

@@ -1,5 +1,6 @@
 //! Devices of other processes on the command line.
 
+#[cfg(feature = "fleet")]
 use crate::failure::Usage;
 use crate::tls::TlsArgs;
 #[cfg(feature = "fleet")]

@@ -20,9 +20,17 @@ mod etcd;
 mod keep;
 #[cfg(test)]
 mod keep_tests;
+#[cfg_attr(
+    not(any(test, feature = "fleet", feature = "testing")),
+    expect(dead_code, reason = "no store is built")
+)]
 mod records;
 #[cfg(any(test, feature = "testing"))]
 pub mod sim;
+#[cfg_attr(
+    not(any(test, feature = "fleet", feature = "testing")),
+    expect(dead_code, reason = "no store is built")
+)]
 mod store;
 
 #[cfg(feature = "fleet")]
