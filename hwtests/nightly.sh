@@ -30,6 +30,8 @@ part seeds env MIXFLEET_SIM_SEEDS=3 cargo test -p mixfleet-sim --test all -- --n
 # other cases of properties each night, drawn again by the number in the log's name
 night=$(date +%Y%m%d)
 part "properties-$night" env PROPTEST_RNG_SEED="$night" cargo test --workspace --features mixfleet/full --no-fail-fast --lib --test all
+part kernels env MIXFLEET_OPENCL_LEVEL=full MIXFLEET_NVRTC=full MIXFLEET_WGPU_LEVEL=full cargo test -p mixfleet-opencl \
+    -p mixfleet-cuda -p mixfleet-wgpu --features mixfleet-opencl/opencl --test all -- --nocapture conformance:: nvrtc::
 part golden env MIXFLEET_GOLDEN=full MIXFLEET_WGPU_LEVEL=full cargo test -p mixfleet --features full --test all -- --nocapture golden::
 # what a clone has that lies beside no shared data
 part alone env MIXFLEET_FIXTURES=nowhere cargo test -p mixfleet --features full --test all -- --nocapture golden:: fleet:: tiers:: compare::

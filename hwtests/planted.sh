@@ -18,7 +18,7 @@ else
     trap 'git -C "$root" worktree remove --force "$work/tree"' EXIT
     cd "$work/tree"
     export CARGO_TARGET_DIR="$work/build"
-    export MIXFLEET_CHAOS_SEEDS=0..1000
+    export MIXFLEET_CHAOS_SEEDS=0..1000 MIXFLEET_OPENCL_LEVEL=full MIXFLEET_NVRTC=full MIXFLEET_GOLDEN=full
 fi
 
 missed=0

@@ -1,7 +1,7 @@
 //! Commands, and the queue that runs them.
 
 use crate::meeting::MeetingSeat;
-use crate::op::Extent;
+use crate::op::{Extent, Operand};
 use crate::units::Seconds;
 use crate::{Error, OpSig, OperandAccess, Result, Slice};
 use std::any::Any;
@@ -22,8 +22,17 @@ impl Cmd {
     /// `Invalid` when the shape is impossible, an argument is missing, misaligned or of the wrong
     /// length, or a written argument overlaps another.
     pub fn new(sig: OpSig, args: &[Slice]) -> Result<Self> {
+        // an impossible shape has no operands
         sig.check().map_err(Error::invalid)?;
-        let operands = sig.operands();
+        Cmd::with_operands(sig, &sig.operands(), args)
+    }
+
+    /// The same for a caller that has the [operands](OpSig::operands) of `sig` already.
+    ///
+    /// # Errors
+    /// As of [`new`](Self::new).
+    pub fn with_operands(sig: OpSig, operands: &[Operand], args: &[Slice]) -> Result<Self> {
+        sig.check().map_err(Error::invalid)?;
         if operands.len() != args.len() {
             let message = format!("{}: {} operands, expected {}", sig.name(), args.len(), operands.len());
             return Err(Error::invalid(message));

@@ -383,6 +383,7 @@ const REQUEST_USD: [f64; 16] =
 
 impl Metrics {
     /// Registers all metrics under the prefix `mixfleet`.
+    #[expect(clippy::too_many_lines, reason = "one list of metrics")]
     pub fn new() -> Self {
         let mut registry = Registry::with_prefix("mixfleet");
         let to = &mut registry;

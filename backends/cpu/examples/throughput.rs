@@ -317,6 +317,7 @@ impl Bench {
     }
 
     /// One step of the whole model as the runtime submits it: `tokens` new tokens over `sequences`.
+    #[expect(clippy::too_many_lines, reason = "one list of the operations of a model")]
     fn model(
         &mut self,
         weights: &[(Slice, u32, u32)],

@@ -42,6 +42,7 @@ macro_rules! shape {
     }};
 }
 
+#[expect(clippy::too_many_lines, reason = "one arm for each kind of operation")]
 fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
     let latent = sig.kv().and_then(|kv| kv.latent);
     let of_kv = |plain, of_latents| if latent.is_some() { of_latents } else { plain };

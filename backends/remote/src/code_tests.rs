@@ -8,6 +8,7 @@ use proptest::prelude::*;
 const F32: DType = DType::F32;
 const KV: KvShape = KvShape { kv_heads: 2, head_dim: 64, page_tokens: 32, dtype: DType::Bf16, latent: None };
 
+#[expect(clippy::too_many_lines, reason = "one list of operations")]
 fn sigs() -> Vec<OpSig> {
     use DType::{Bf16, F8E4m3, F16};
     vec![

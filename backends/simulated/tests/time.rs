@@ -9,7 +9,7 @@ use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_hal::{
     Backend, BufferUsage, Cmd, DType, Device, DeviceKind, Error, ErrorKind, HostMemory, OpSig,
 };
-use mixfleet_runtime::engine::calibrate;
+use mixfleet_runtime::engine::calibrate::{self, CalibrationBudget};
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::variants::tiny_variants;
 use mixfleet_simulated::{Clock, ComputeDevice, SelectorFiles, SimBackend, TimeOnlyDevice, VirtualClock};
@@ -240,7 +240,9 @@ fn a_fingerprint_follows_the_profile() {
 fn calibration_finds_the_profiles_own_predictions() {
     let checkpoint = tiny_variants().remove(0).1.load().unwrap();
     let rig = common::Rig::new(&checkpoint, common::PLAIN);
-    let measured = || calibrate::measure(&*rig.device, &rig.forward, &SeededEnv::new(1)).unwrap();
+    let measured = || {
+        calibrate::measure(&*rig.device, &rig.forward, &SeededEnv::new(1), CalibrationBudget::WHOLE).unwrap()
+    };
     let (cost, again) = (measured(), measured());
     assert_eq!(cost, again, "simulated time has no noise");
     // launches alone: per layer one of 10 us and 1 us for each of 15 to 16 commands, embedding and head

@@ -317,6 +317,7 @@ struct Under {
     parcels: Vec<Parcel>,
 }
 
+#[expect(clippy::too_many_lines, reason = "one benchmark after the other")]
 fn run(options: &mut Options) -> Outcome<()> {
     let certificates = if options.has("tls") { Some(make_certificates()?) } else { None };
     if let Some(Certificates(folder)) = &certificates {

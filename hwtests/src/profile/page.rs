@@ -143,6 +143,7 @@ fn gather(
     curves
 }
 
+#[expect(clippy::too_many_lines, reason = "one curve after the other")]
 fn curves(body: &mut Html, document: &ProfileDocument) {
     let bytes = Axis { label: "bytes", unit: "B", scale: Scale::Binary };
     let bandwidth = Axis { label: "bandwidth", unit: "B/s", scale: Scale::Decimal };

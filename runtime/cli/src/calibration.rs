@@ -3,6 +3,7 @@
 use crate::cache;
 use anyhow::{Context, Result};
 use mixfleet_hal::{DType, Device};
+use mixfleet_runtime::engine::calibrate::CalibrationBudget;
 use mixfleet_runtime::engine::{Loaded, calibrate, speed};
 use mixfleet_runtime::env::Env;
 use mixfleet_runtime::model::ModelConfig;
@@ -20,6 +21,9 @@ pub(crate) struct Key {
     pub(crate) model: String,
     pub(crate) dtypes: String,
     pub(crate) chunk: u32,
+    /// Whether it is of few sizes ([`CalibrationBudget::BRIEF`]).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) brief: bool,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -36,11 +40,16 @@ pub(crate) fn get(
     recalibrate: bool,
     env: &dyn Env,
 ) -> Result<(StepCalibration, bool)> {
+    let whole = Key { brief: false, ..key.clone() };
     let file = cache::file("calibration", &key);
-    if !recalibrate && let Some(kept) = file.as_ref().and_then(|file| read(file, &key)) {
+    // a whole one serves for a brief one
+    let known = [(cache::file("calibration", &whole), &whole), (file.clone(), &key)];
+    let mut kept = known.iter().filter_map(|(file, key)| read(file.as_ref()?, key));
+    if !recalibrate && let Some(kept) = kept.next() {
         return Ok((kept, false));
     }
-    let measured = loaded.calibrate(env).with_context(|| format!("calibrating {}", loaded.id()))?;
+    let budget = if key.brief { CalibrationBudget::BRIEF } else { CalibrationBudget::WHOLE };
+    let measured = loaded.calibrate(env, budget).with_context(|| format!("calibrating {}", loaded.id()))?;
     if let Some(file) = file
         && let Err(error) = write(&file, key, &measured)
     {

@@ -21,6 +21,15 @@ use std::sync::Arc;
 /// A measured step below this share of what the catalog predicts, or above its inverse, is worth a warning.
 const SHARE_MIN: f64 = 0.5;
 
+/// How devices are calibrated.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Measuring {
+    /// Even if it was done before.
+    pub(crate) again: bool,
+    /// At few sizes, for what ends with an answer.
+    pub(crate) brief: bool,
+}
+
 /// Where a cost model comes from.
 enum Source {
     Group,
@@ -37,7 +46,7 @@ pub(crate) fn of(
     model: &Model,
     instances: Vec<(Loaded, Option<CostModel>)>,
     known: &[(PathBuf, DeviceProfile)],
-    again: bool,
+    measuring: Measuring,
     env: &SharedEnv,
 ) -> Result<Vec<(Loaded, CostModel)>> {
     for (file, profile) in known {
@@ -63,7 +72,7 @@ pub(crate) fn of(
                 (loaded.predicted_by_members(profiles, &**env)?, Source::Profile)
             }
             _ => {
-                let measured = calibrated(model, &mut loaded, again, env)?;
+                let measured = calibrated(model, &mut loaded, measuring, env)?;
                 let part = part_of(&loaded);
                 let by_part = |part: &'static Part| {
                     let (cost, ratios) = loaded.predicted_by_part(part.best_profile(), &measured);
@@ -115,12 +124,18 @@ fn say(loaded: &Loaded, cost: &CostModel, source: &Source) {
 }
 
 /// The times of the model's own layers on the device, measured now or cached from before.
-fn calibrated(model: &Model, loaded: &mut Loaded, again: bool, env: &SharedEnv) -> Result<StepCalibration> {
+fn calibrated(
+    model: &Model,
+    loaded: &mut Loaded,
+    Measuring { again, brief }: Measuring,
+    env: &SharedEnv,
+) -> Result<StepCalibration> {
     let key = calibration::Key {
         fingerprint: loaded.fingerprint(),
         model: model.shape_digest.clone(),
         dtypes: format!("{} {}", model.activations, model.kv),
         chunk: loaded.step_tokens_max(),
+        brief,
     };
     let (cost, measured) = calibration::get(key, loaded, again, &**env)?;
     tracing::debug!(device = %loaded.id(), measured, "calibrated");

@@ -289,6 +289,7 @@ pub(crate) fn chosen(args: &InstanceArgs) -> Instances {
         tiers: args.tiers.clone(),
         profiles: args.profile.clone(),
         recalibrate: args.recalibrate,
+        brief: false,
         pinned: !args.no_pin,
     }
 }

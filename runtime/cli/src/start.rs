@@ -6,9 +6,10 @@ use crate::digest::Digest;
 use crate::failure::Usage;
 use crate::groups::SimGroup;
 use crate::model::Model;
+use crate::predictions::{self, Measuring};
 use crate::remote::{OpenDevice, RemoteArgs};
 use crate::tiers::{self, Pools};
-use crate::{backends, calibration, predictions, profiles, sizes};
+use crate::{backends, calibration, profiles, sizes};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::cast::{to_u32, to_u64, to_usize};
@@ -51,6 +52,8 @@ pub(crate) struct Instances {
     pub(crate) tiers: TierArgs,
     pub(crate) profiles: Vec<PathBuf>,
     pub(crate) recalibrate: bool,
+    /// Whether devices are calibrated at few sizes, since an answer waits for it.
+    pub(crate) brief: bool,
     /// Whether threads stay on the NUMA nodes of the devices that they drive.
     pub(crate) pinned: bool,
 }
@@ -68,6 +71,7 @@ impl Instances {
             tiers: TierArgs::default(),
             profiles: Vec::new(),
             recalibrate: false,
+            brief: true,
             pinned: true,
         }
     }
@@ -190,6 +194,7 @@ pub(crate) fn region(bytes: u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> 
 }
 
 /// Loads `model` on the chosen devices, and measures the time of their steps. Blocks.
+#[expect(clippy::too_many_lines, reason = "one kind of device group after the other")]
 pub(crate) fn instances(
     model: &Model,
     args: &ModelArgs,
@@ -317,7 +322,8 @@ pub(crate) fn instances(
         });
         costs.push(group.map(|group| group.cost));
     }
-    predictions::of(model, instances.into_iter().zip(costs).collect(), &known, choice.recalibrate, env)
+    let measuring = Measuring { again: choice.recalibrate, brief: choice.brief };
+    predictions::of(model, instances.into_iter().zip(costs).collect(), &known, measuring, env)
 }
 
 /// The namespace of the model's KV on a disk, once the weights' digest is known.

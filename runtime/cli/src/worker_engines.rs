@@ -83,6 +83,7 @@ pub(crate) struct WorkerEngine {
 impl std::str::FromStr for WorkerEngine {
     type Err = String;
 
+    #[expect(clippy::too_many_lines, reason = "one arm for each key")]
     fn from_str(text: &str) -> Result<Self, String> {
         let mut words = text.split(',');
         let first = words.next().unwrap_or_default();

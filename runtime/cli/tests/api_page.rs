@@ -8,12 +8,12 @@ fn read(file: &str) -> String {
     std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(file)).unwrap()
 }
 
-/// Method and path of each route in the source, as in `.route("/live", get(live))`.
+/// Method and path of each route in the source, as in `.route("/live", get(live))`, or `post_prompt(..)`.
 fn routed() -> BTreeSet<(String, String)> {
     let source = read("runtime/src/api/routes.rs");
     let routes = source.split(".route(\"").skip(1).map(|rest| {
         let (path, rest) = rest.split_once("\", ").expect("a path and a handler");
-        let (method, _) = rest.split_once('(').expect("a method");
+        let method = rest.split(['(', '_']).next().expect("a method");
         let path = path.replace("{*name}", "{name}");
         (method.to_uppercase(), path)
     });

@@ -2,6 +2,7 @@
 
 mod names;
 mod prints;
+mod size;
 mod unsafe_code;
 
 use cargo_metadata::camino::Utf8Path;

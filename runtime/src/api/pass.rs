@@ -17,6 +17,7 @@ use mixfleet_hal::outside::{EngineEndpoint, EngineFaultKind, PassedPath};
 use mixfleet_hal::units::Seconds;
 
 /// Answers by an engine that takes such requests.
+#[expect(clippy::too_many_lines, reason = "the steps of one request, in order")]
 pub(super) async fn answer(
     api: &Api,
     TenantCaller { tenant, party }: TenantCaller,

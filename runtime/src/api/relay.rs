@@ -53,6 +53,7 @@ pub(super) fn check_shown(tenant: &Tenant) -> Result<(), ApiError> {
 }
 
 /// Answers a request by an engine.
+#[expect(clippy::too_many_lines, reason = "the steps of one request, in order")]
 pub(super) async fn answer(
     api: &Api,
     gateway: Arc<Gateway>,

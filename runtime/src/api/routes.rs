@@ -40,10 +40,10 @@ impl Api {
             .route("/", get(page::page))
             .route("/v1/models", get(models))
             .route("/v1/models/{*name}", get(model))
-            .route("/v1/completions", asked(Endpoint::Completions))
-            .route("/v1/chat/completions", asked(Endpoint::Chat))
-            .route("/v1/embeddings", passed(PassedPath::Embeddings))
-            .route("/v1/responses", passed(PassedPath::Responses))
+            .route("/v1/completions", post_prompt(Endpoint::Completions))
+            .route("/v1/chat/completions", post_prompt(Endpoint::Chat))
+            .route("/v1/embeddings", post_passed(PassedPath::Embeddings))
+            .route("/v1/responses", post_passed(PassedPath::Responses))
             .route("/v1/kv", get(kv::describe))
             .route("/v1/kv/read", post(kv::read))
             .route("/v1/kv/write", post(kv::write))
@@ -199,7 +199,7 @@ async fn caches(
 }
 
 /// The handler of an endpoint that a model or an engine answers.
-fn asked(endpoint: Endpoint) -> MethodRouter<Arc<Api>> {
+fn post_prompt(endpoint: Endpoint) -> MethodRouter<Arc<Api>> {
     post(
         move |State(api): State<Arc<Api>>,
               Extension(caller): Extension<TenantCaller>,
@@ -209,7 +209,7 @@ fn asked(endpoint: Endpoint) -> MethodRouter<Arc<Api>> {
 }
 
 /// The handler of an endpoint that engines alone answer.
-fn passed(path: PassedPath) -> MethodRouter<Arc<Api>> {
+fn post_passed(path: PassedPath) -> MethodRouter<Arc<Api>> {
     post(
         move |State(api): State<Arc<Api>>,
               Extension(caller): Extension<TenantCaller>,

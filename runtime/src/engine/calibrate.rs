@@ -3,7 +3,7 @@
 //! Steps are timed at a grid of sizes: prompts up to a whole chunk, beyond the ridge of the device's
 //! roofline, after contexts of several lengths, and decodes of several batches and contexts. Of equal layers
 //! one is timed and counts as often as there are; embedding and LM head are timed apart. Short contexts come
-//! first, and what [`BUDGET`] has no time for is left out. The result is stored per device and model, so that
+//! first, and what [`CalibrationBudget`] has no time for is left out. The result is stored per device and model, so that
 //! the next start needs none.
 
 use super::members::OtherMembers;
@@ -28,10 +28,22 @@ pub const SCHEMA: &str = "mixfleet.calibration/2";
 const RUNS: (Seconds, u32) = (Seconds(0.01), 4);
 /// A list of which the first run takes so long runs once.
 const LONG: Seconds = Seconds(30.0);
-/// Time of the measured steps after which no more prompts are measured, and then as long for decodes.
-const BUDGET: Seconds = Seconds(1.5);
-/// The same with what compiling and other work of the machine took.
-const BUDGET_ELAPSED: Seconds = Seconds(3.0);
+/// How long is measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CalibrationBudget {
+    /// Time of the measured steps after which no more prompts are measured, and then as long for decodes.
+    pub measured: Seconds,
+    /// The same with what compiling and other work of the machine took.
+    pub elapsed: Seconds,
+}
+
+impl CalibrationBudget {
+    /// Of what serves for long.
+    pub const WHOLE: CalibrationBudget = CalibrationBudget { measured: Seconds(1.5), elapsed: Seconds(3.0) };
+    /// Of what ends with an answer, which should not take longer for it.
+    pub const BRIEF: CalibrationBudget = CalibrationBudget { measured: Seconds(0.05), elapsed: Seconds(0.1) };
+}
+
 /// Prompt tokens of the points, of which those up to a whole chunk are measured, and the chunk itself.
 const TOKENS: [u32; 17] =
     [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192];
@@ -47,9 +59,14 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// Errors of the device.
-pub fn measure(device: &dyn Device, forward: &Forward, env: &dyn Env) -> Result<StepCalibration> {
+pub fn measure(
+    device: &dyn Device,
+    forward: &Forward,
+    env: &dyn Env,
+    budget: CalibrationBudget,
+) -> Result<StepCalibration> {
     let mut bench = Bench { device, forward, queue: device.queue()?, ends: HashMap::new() };
-    Points { forward, devices: &PageDevices::ONE, env }.measured(|parts| bench.step(parts))
+    Points { forward, devices: &PageDevices::ONE, env, budget }.measured(|parts| bench.step(parts))
 }
 
 /// Measures whole steps, exchanges included, of devices that divide a model: of `device`, the first one, with
@@ -63,9 +80,10 @@ pub(super) fn measure_divided(
     forward: &Forward,
     (others, pages): (&mut OtherMembers, &PageDevices),
     env: &dyn Env,
+    budget: CalibrationBudget,
 ) -> Result<StepCalibration> {
     let mut queue = device.queue()?;
-    Points { forward, devices: pages, env }.measured(|parts| {
+    Points { forward, devices: pages, env, budget }.measured(|parts| {
         let (layers, runs) = least(|| {
             let (began, first) = (env.now(), MemberRun { device, queue: &mut *queue, forward });
             let batches =
@@ -113,6 +131,7 @@ struct Points<'a> {
     forward: &'a Forward,
     devices: &'a PageDevices,
     env: &'a dyn Env,
+    budget: CalibrationBudget,
 }
 
 impl Points<'_> {
@@ -132,7 +151,7 @@ impl Points<'_> {
 
         let tokens = knots(&TOKENS, 1, chunk);
         let contexts = knots(&CONTEXTS, 0, room.saturating_sub(chunk).min(CONTEXTS[2]));
-        let prefill = self.points([&tokens, &contexts], |tokens, context| {
+        let prefill = self.points([&tokens, &contexts], tokens[0], |tokens, context| {
             Ok(Some(self.step(&mut time, 1, context, tokens)?))
         })?;
 
@@ -140,7 +159,8 @@ impl Points<'_> {
         let contexts = knots(&DECODE_CONTEXTS, 1, room.min(DECODE_CONTEXTS[8]));
         let room_of_all = u64::from(all) * u64::from(shape.block_tokens);
         let mut heads = BTreeMap::new();
-        let decode = self.points([&batches, &contexts], |batch, context| {
+        let most = batches[batches.len() - 1];
+        let decode = self.points([&batches, &contexts], most, |batch, context| {
             if u64::from(batch) * u64::from(context) > room_of_all && batch > 1 {
                 return Ok(None);
             }
@@ -184,18 +204,21 @@ impl Points<'_> {
     }
 
     /// The times of pairs of two axes, those of the first knots of the second axis first, until the budget is
-    /// spent; the smallest size of each context is always among them, and says how it grows with contexts.
+    /// spent. The smallest size of each context is always among them, and says how it grows with contexts; so
+    /// is `needed` with the first context.
     fn points(
         &self,
         [first, second]: [&[u32]; 2],
+        needed: u32,
         mut step: impl FnMut(u32, u32) -> Result<Option<StepTime>>,
     ) -> Result<Vec<StepPoint>> {
-        let until = self.env.now() + BUDGET_ELAPSED;
+        let until = self.env.now() + self.budget.elapsed;
         let (mut points, mut spent) = (Vec::new(), Seconds::ZERO);
         for &context in second {
             for &size in first {
-                let has_time = spent.0 < BUDGET.0 && self.env.now().0 < until.0;
-                if (size == first[0] || has_time)
+                let has_time = spent.0 < self.budget.measured.0 && self.env.now().0 < until.0;
+                let is_needed = size == first[0] || (size == needed && context == second[0]);
+                if (is_needed || has_time)
                     && let Some(StepTime { layers, head, measuring }) = step(size, context)?
                 {
                     spent += measuring;

@@ -361,6 +361,7 @@ impl Coordinator {
         self.directory.order(instance, order);
     }
 
+    #[expect(clippy::too_many_lines, reason = "one arm for each report")]
     pub(super) fn report(&mut self, instance: InstanceId, message: FromWorker) {
         let now = self.env.now();
         if let Some(handle) = self.instances.get_mut(&instance) {

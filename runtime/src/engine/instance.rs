@@ -199,6 +199,10 @@ impl Loaded {
     ///
     /// # Errors
     /// As of [`Loaded::new`], and `Invalid` if the shares are not those of the devices.
+    #[expect(
+        clippy::too_many_lines,
+        reason = "the one place where an instance of several devices is put together"
+    )]
     pub fn divided(
         config: &Arc<ModelConfig>,
         partition: &Partition,

@@ -96,7 +96,7 @@ impl<'a> Binder<'a> {
                 OpArg::Absent => {}
             }
         }
-        self.list.push(Cmd::new(sig, &self.args)?);
+        self.list.push(Cmd::with_operands(sig, &operands, &self.args)?);
         Ok(())
     }
 }

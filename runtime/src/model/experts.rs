@@ -193,6 +193,7 @@ impl Mixture {
 
 /// The experts of DeepSeek-V2 and V3, of Kimi K2 and of GLM-4-MoE: the first layers have none, all experts
 /// that every token goes through are one, and groups limit the choice.
+#[expect(clippy::too_many_lines, reason = "one field of the configuration after the other")]
 fn deepseek(fields: &Fields, family: &str, layers: u32) -> Result<Mixture> {
     let (v2, glm) = (family == "deepseek_v2", family == "glm4_moe");
     let count = |field: &str, max: u32, of_glm: u32| match glm {

@@ -172,6 +172,7 @@ fn read(device: &dyn Device, tensor: &Tensor) -> Vec<f64> {
     tensor.dtype.decode(&bytes)
 }
 
+#[expect(clippy::too_many_lines, reason = "one weight after the other")]
 fn assert_placed(checkpoint: &Checkpoint, device: &dyn Device) -> Weights {
     let mut seen = Vec::new();
     let weights = checkpoint.place(device, &mut |done, total| seen.push((done, total))).expect("placed");
@@ -449,6 +450,7 @@ fn part_of(checkpoint: &Checkpoint, name: &str, rows: Range<u32>, columns: Optio
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "one weight after the other")]
 fn a_member_gets_its_share_of_the_weights_and_no_more() {
     for (name, random) in tiny_variants() {
         let checkpoint = random.load().expect(name);

@@ -68,6 +68,7 @@ impl Checkpoint {
         self.place_cuts(device, all.into_iter().filter_map(cut).collect(), stage, progress).map(Some)
     }
 
+    #[expect(clippy::too_many_lines, reason = "one pass over the parts of a weight")]
     fn place_cuts(
         &self,
         device: &dyn Device,

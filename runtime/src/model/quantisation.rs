@@ -317,6 +317,7 @@ fn compressed_tensors(fields: &Fields) -> Result<Quantisation> {
 }
 
 /// What one group of compressed-tensors is.
+#[expect(clippy::too_many_lines, reason = "one arm for each published scheme")]
 fn scheme_of(group: &Fields, weights: &Fields, format: Option<&str>) -> Result<Scheme> {
     check_known(
         weights,

@@ -14,6 +14,7 @@ pub fn plain_variants() -> Vec<(&'static str, RandomCheckpoint)> {
 
 /// Small checkpoints (10 to 40 thousand parameters) that together use every variant of every family that the
 /// loader supports, each with its name.
+#[expect(clippy::too_many_lines, reason = "one list of small checkpoints")]
 pub fn tiny_variants() -> Vec<(&'static str, RandomCheckpoint)> {
     let common = |model_type: &str, architecture: &str| {
         json!({

@@ -14,6 +14,7 @@ use mixfleet_hal::profile::{DeviceProfile, Point};
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_hal::{DType, Device};
+use mixfleet_runtime::engine::calibrate::CalibrationBudget;
 use mixfleet_runtime::engine::{EngineConfig, InstanceLimits, InstanceSpec, Loaded};
 use mixfleet_runtime::env::{Env, SeededEnv};
 use mixfleet_runtime::model::{ModelConfig, RandomCheckpoint};
@@ -236,7 +237,7 @@ fn predictions_agree_with_measured_kernels() {
         let random = RandomCheckpoint::of_shape(find(model).unwrap()).unwrap();
         let env = SeededEnv::with_blocking_workers(1);
         let mut loaded = loaded(own, profile.clone(), &random, &env);
-        let calibration = loaded.calibrate(&env).unwrap();
+        let calibration = loaded.calibrate(&env, CalibrationBudget::WHOLE).unwrap();
         let (predicted, ratios) = loaded.predicted_by_part(own.best_profile(), &calibration);
         let took = loaded.predicted_by(profile).compiled();
         let of = format!("{model} on {id}");
@@ -289,7 +290,7 @@ fn served(file: &FleetFile, own: &Part, model: &RandomCheckpoint, prompt_tokens:
     let env = SeededEnv::with_blocking_workers(1);
     let profile = DeviceProfile { memory: MEMORY, ..own.best_profile() };
     let mut loaded = loaded(own, profile, model, &env);
-    let calibration = loaded.calibrate(&env).unwrap();
+    let calibration = loaded.calibrate(&env, CalibrationBudget::WHOLE).unwrap();
     let (cost, _) = loaded.predicted_by_part(own.best_profile(), &calibration);
     let config: Arc<ModelConfig> = Arc::new(model.model_config().unwrap());
     let fleet = FleetConfig { admission: Admission::None, ..EngineConfig::default().fleet };

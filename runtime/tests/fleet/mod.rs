@@ -377,6 +377,7 @@ impl TestFleet {
         self.metrics.kv_sent_bytes.get()
     }
 
+    #[expect(clippy::too_many_lines, reason = "the one place where a test's fleet is put together")]
     pub(crate) fn start(&self, env: SharedEnv) -> EngineHandle {
         // tiers keep blocks of all layers
         let config = Arc::new(match &self.lower {

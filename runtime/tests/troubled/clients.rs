@@ -100,6 +100,7 @@ impl World {
     }
 
     /// Asks any router, and another one if that is gone, until there is an answer. False for an error.
+    #[expect(clippy::too_many_lines, reason = "one arm for each end of a request")]
     async fn ask(&self, asked: Asked<'_>) -> bool {
         let Asked { id, kind, prompt, tokens_max, logprobs, expected, counts_as } = asked;
         let (mut last, mut again) = (String::new(), COME_AGAIN[0]);

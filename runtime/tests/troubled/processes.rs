@@ -117,6 +117,7 @@ impl World {
         }
     }
 
+    #[expect(clippy::too_many_lines, reason = "the one place where a test's worker is put together")]
     async fn try_start_worker(&self, kind: usize, role: Role) -> bool {
         let number = {
             let mut state = self.state();

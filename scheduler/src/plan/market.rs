@@ -244,6 +244,7 @@ impl Market {
     /// The optimum for `factor` times the load with divided instances, of one dtype or of all, and the
     /// candidates that it takes. Instances whose attention has devices of its own are among those of all
     /// dtypes, and are not told.
+    #[expect(clippy::too_many_lines, reason = "one row of the program after the other")]
     pub(super) fn relaxed(
         &self,
         solver: &dyn Solver,

@@ -110,6 +110,7 @@ pub(crate) enum Phase {
 /// # Safety
 /// `args` are the operands of `sig` in order, of the sizes that [`OpSig::operands`] says, locked for
 /// their access; `shared` holds what `shared_words` says; steps that conflict are separated by a barrier.
+#[expect(clippy::too_many_lines, reason = "one arm for each kind of operation")]
 pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut Worker<'_>) -> Result<()> {
     let isa = worker.isa;
     match *sig {
@@ -266,6 +267,7 @@ fn weight_row_bytes(shape: &Shape, quantised: Option<&QuantisedRows>) -> usize {
 
 /// # Safety
 /// As for [`run`].
+#[expect(clippy::too_many_lines, reason = "one arm for each pair of dtypes")]
 unsafe fn run_gemm(
     shape: Shape,
     operands: Operands,

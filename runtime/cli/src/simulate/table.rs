@@ -29,6 +29,7 @@ pub(super) fn used(used: &PoolUse) -> String {
 }
 
 /// The results of a run.
+#[expect(clippy::too_many_lines, reason = "one row for each fact")]
 pub(super) fn table(simulated: &Simulated, r: &Results, unmet: &Unmet) -> String {
     let mut text = String::new();
     let rejected: u64 = r.rejected.values().sum();

@@ -131,12 +131,20 @@ pub(crate) fn scratch(name: &str) -> PathBuf {
     directory
 }
 
-/// The binary, with calibrations kept for this test alone.
+/// The directory of calibrations and other caches: that of a run of all tests, each of which is a process
+/// that would measure every device anew; without nextest, of this test alone.
+fn cache() -> PathBuf {
+    match std::env::var("NEXTEST_RUN_ID") {
+        Ok(run) => Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("cache-{run}")),
+        Err(_) => HOME.with(|home| home.0.join(".cache")),
+    }
+}
+
+/// The binary, with what it caches kept for this run of tests, and its data for this test alone.
 pub(crate) fn mixfleet() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_mixfleet"));
-    for (name, kind) in [("XDG_CACHE_HOME", ".cache"), ("XDG_DATA_HOME", ".data")] {
-        command.env(name, HOME.with(|home| home.0.join(kind)));
-    }
+    command.env("XDG_CACHE_HOME", cache());
+    command.env("XDG_DATA_HOME", HOME.with(|home| home.0.join(".data")));
     command.env_remove("MIXFLEET_API_KEY");
     command
 }

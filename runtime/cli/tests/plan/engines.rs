@@ -26,6 +26,7 @@ fn written(out: &Path, more: &[&str]) -> (Value, Vec<String>, Vec<Vec<String>>) 
 }
 
 #[test]
+#[expect(clippy::too_many_lines, reason = "one scenario from plan to answer")]
 fn what_a_plan_for_vllm_writes_starts_a_gateway_that_answers_by_its_engines() {
     let out = scratch("plan-vllm").join("out");
     let (fleet, gateway, engines) = written(&out, &[]);

@@ -94,6 +94,7 @@ struct PoolHardware<'a> {
     spare: Option<&'a SpareHardware<'a>>,
 }
 
+#[expect(clippy::too_many_lines, reason = "one field of the file after the other")]
 fn pool(
     raw: &raw::RawPool,
     &PoolHardware { first: hardware, attending, spare }: &PoolHardware<'_>,

@@ -369,6 +369,7 @@ impl Ledger {
         names.zip(&self.classes).map(result).collect()
     }
 
+    #[expect(clippy::too_many_lines, reason = "one field of the results after the other")]
     pub(super) fn results(
         &self,
         setup: &Setup,

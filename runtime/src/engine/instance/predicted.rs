@@ -1,7 +1,7 @@
 //! What the steps of an instance are predicted to take, and when one counts as hung.
 
 use super::Loaded;
-use crate::engine::calibrate;
+use crate::engine::calibrate::{self, CalibrationBudget};
 use crate::engine::members::OtherMembers;
 use crate::env::Env;
 use mixfleet_hal::cast::to_u32;
@@ -75,12 +75,12 @@ impl Loaded {
     ///
     /// # Errors
     /// Errors of the device.
-    pub fn calibrate(&mut self, env: &dyn Env) -> Result<StepCalibration> {
+    pub fn calibrate(&mut self, env: &dyn Env, budget: CalibrationBudget) -> Result<StepCalibration> {
         match &mut self.others {
-            None => calibrate::measure(&*self.spec_device, &self.forward, env),
+            None => calibrate::measure(&*self.spec_device, &self.forward, env, budget),
             Some(others) => {
                 let others = (others, &self.batch.page_devices);
-                calibrate::measure_divided(&*self.spec_device, &self.forward, others, env)
+                calibrate::measure_divided(&*self.spec_device, &self.forward, others, env, budget)
             }
         }
     }

@@ -210,6 +210,7 @@ impl OwnFleet<'_> {
     ///
     /// # Errors
     /// What pods cannot do of it.
+    #[expect(clippy::too_many_lines, reason = "one document, written out")]
     pub(super) fn kubernetes(&self) -> Result<String, String> {
         self.fault()?;
         if self.lends() {

@@ -117,6 +117,7 @@ fn attention(
     }
 }
 
+#[expect(clippy::too_many_lines, reason = "one line for each fact")]
 fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: Option<&str>) {
     let Planned { args, offers, outcome, .. } = planned;
     let mut line = |name: &str, value: String| {

@@ -97,6 +97,7 @@ fn gateway(arguments: &[String]) -> Result<String, String> {
 }
 
 /// The pods of a pool, whose names their numbers are part of.
+#[expect(clippy::too_many_lines, reason = "one document, written out")]
 fn set(fleet: &VllmFleet<'_>, pool: &PlannedPool, name: &str) -> Result<String, String> {
     let part = &fleet.parts[pool.part];
     let image = image(part.part.vendor)?;

@@ -1,0 +1,82 @@
+//! How much product code each crate has: a table of budgets that only fall, unless a commit argues.
+
+use super::{ROOMS, assert_none, is_product, sources};
+use std::collections::BTreeMap;
+
+/// Lines of product code of each crate at most, without comments, blank lines and tests.
+const LINES: &[(&str, usize)] = &[
+    ("backends/cpu", 8093),
+    ("backends/cuda", 3318),
+    ("backends/discover", 1718),
+    ("backends/opencl", 1150),
+    ("backends/plugin", 1249),
+    ("backends/remote", 2085),
+    ("backends/simulated", 2405),
+    ("backends/wgpu", 2854),
+    ("backends/wire", 6438),
+    ("hal", 5941),
+    ("hwtests", 12_249),
+    ("runtime", 33_613),
+    ("runtime/cli", 14_989),
+    ("runtime/engines", 2987),
+    ("runtime/fuzz", 1194),
+    ("runtime/planner", 1215),
+    ("runtime/report", 750),
+    ("runtime/sim", 8108),
+    ("scheduler", 15_712),
+];
+
+/// One in so many lines that went is left to grow again before the budget must fall.
+const SLACK: usize = 50;
+
+fn code_lines(text: &str) -> usize {
+    let product = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
+    let lines = product.lines().map(str::trim);
+    lines.filter(|line| !line.is_empty() && !line.starts_with("//")).count()
+}
+
+/// The directory of the crate that a file belongs to: the longest one that leads to it.
+fn crate_of(path: &str) -> Option<&'static str> {
+    let directories = ROOMS.iter().map(|room| room.directory);
+    let leads = |directory: &&str| path.strip_prefix(*directory).is_some_and(|rest| rest.starts_with('/'));
+    directories.filter(leads).max_by_key(|directory| directory.len())
+}
+
+/// What is wrong with a crate's number of lines.
+fn complaint(directory: &str, lines: usize, budget: usize) -> Option<String> {
+    let advice = if lines > budget {
+        "take out what it replaces, or raise the budget in a commit whose body says what the lines bring"
+    } else if lines + budget / SLACK < budget {
+        "lower the budget, so that it cannot grow back unnoticed"
+    } else {
+        return None;
+    };
+    Some(format!("{directory}: {lines} lines of code, and LINES has {budget}: {advice}"))
+}
+
+#[test]
+fn code_grows_only_with_an_argument() {
+    let mut found: BTreeMap<&str, usize> = ROOMS.iter().map(|room| (room.directory, 0)).collect();
+    for (path, text) in sources() {
+        let is_tests = path.split('/').any(|part| part == "tests");
+        if let Some(directory) = crate_of(&path).filter(|_| is_product(&path) && !is_tests) {
+            *found.entry(directory).or_default() += code_lines(&text);
+        }
+    }
+    let budget =
+        |directory: &str| LINES.iter().find(|(of, _)| *of == directory).map_or(0, |(_, lines)| *lines);
+    let errors = found.iter().filter_map(|(of, lines)| complaint(of, *lines, budget(of)));
+    assert_none(&errors.collect::<Vec<_>>(), "sizes");
+}
+
+#[test]
+fn growth_and_unclaimed_room_are_seen() {
+    assert_eq!(code_lines("//! a\n\nfn f() {\n    // b\n}\n#[cfg(test)]\nmod tests {\nfn g() {}\n}\n"), 2);
+    assert_eq!(
+        (crate_of("runtime/sim/src/a.rs"), crate_of("runtime/src/b.rs")),
+        (Some("runtime/sim"), Some("runtime"))
+    );
+    assert!(complaint("hal", 101, 100).is_some_and(|why| why.contains("raise")));
+    assert!(complaint("hal", 97, 100).is_some_and(|why| why.contains("lower")));
+    assert_eq!((complaint("hal", 100, 100), complaint("hal", 98, 100)), (None, None));
+}
