@@ -379,8 +379,8 @@ fn nvrtc_is_here() -> bool {
     here
 }
 
-/// Machine code for Hopper, where registers and shared memory run out if they do, and PTX for the oldest part,
-/// with `MIXFLEET_NVRTC=full` for all.
+/// Machine code for Hopper, where registers and shared memory run out if they do, and PTX for the oldest
+/// part, with `MIXFLEET_NVRTC=full` for all.
 #[test]
 fn what_models_use_compiles() {
     if !nvrtc_is_here() {

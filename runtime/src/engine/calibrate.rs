@@ -3,8 +3,8 @@
 //! Steps are timed at a grid of sizes: prompts up to a whole chunk, beyond the ridge of the device's
 //! roofline, after contexts of several lengths, and decodes of several batches and contexts. Of equal layers
 //! one is timed and counts as often as there are; embedding and LM head are timed apart. Short contexts come
-//! first, and what [`CalibrationBudget`] has no time for is left out. The result is stored per device and model, so that
-//! the next start needs none.
+//! first, and what [`CalibrationBudget`] has no time for is left out. The result is stored per device and
+//! model, so that the next start needs none.
 
 use super::members::OtherMembers;
 use crate::env::Env;
