@@ -7,12 +7,12 @@ use std::io::{self, ErrorKind as IoKind};
 use std::os::fd::RawFd;
 use std::time::{Duration, Instant};
 
-/// Bytes that may be on their way in one direction: several pieces of data, which a core's cache holds.
+/// Bytes in flight in one direction at most: several pieces of data, which fit into a core's cache.
 pub(crate) const RING_BYTES: usize = 512 << 10;
 /// Room that a sender waits for once there is none.
 const ROOM_BYTES: usize = RING_BYTES / 4;
 /// How long a sender without room sleeps between two looks.
-const NAP: Duration = Duration::from_micros(50);
+const FULL_PAUSE: Duration = Duration::from_micros(50);
 
 /// The end of a pipe that writes into its peer's ring.
 pub(crate) trait Ring: Pipe {
@@ -54,7 +54,7 @@ pub(crate) fn wait_for_room(ring: &dyn Ring, limit: Duration) -> io::Result<()> 
         if entry.revents != 0 {
             return Err(IoKind::BrokenPipe.into());
         }
-        std::thread::sleep(NAP);
+        std::thread::sleep(FULL_PAUSE);
     }
 }
 

@@ -3,7 +3,7 @@
 mod files;
 
 use crate::args::DeviceRole;
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::groups::SimGroup;
 use crate::notation::{Sharing, Written, WrittenGroup};
 use crate::remote::{self, OpenDevice, RemoteArgs};
@@ -36,7 +36,7 @@ pub(crate) fn load(paths: &[PathBuf]) -> Result<()> {
         let mut found: Vec<PathBuf> = listed.filter_map(|entry| Some(entry.ok()?.path())).collect();
         found.retain(|file| file.extension().is_some_and(|end| end == LIBRARY));
         if found.is_empty() {
-            bail!(Usage(format!("--backend {}: no file there ends with .{LIBRARY}", path.display())));
+            bail!(UsageError(format!("--backend {}: no file there ends with .{LIBRARY}", path.display())));
         }
         found.sort();
         files.extend(found);
@@ -46,11 +46,14 @@ pub(crate) fn load(paths: &[PathBuf]) -> Result<()> {
     for file in files {
         // a name without a folder would be searched for among the system's libraries
         let found = std::path::absolute(&file).unwrap_or_else(|_| file.clone());
-        let backend =
-            PluginBackend::load(&found).map_err(|absent| Usage(format!("--backend {}", absent.reason)))?;
+        let backend = PluginBackend::load(&found)
+            .map_err(|absent| UsageError(format!("--backend {}", absent.reason)))?;
         if names.contains(&backend.name()) || backend.name() == remote::PREFIX.trim_end_matches(':') {
             let name = backend.name();
-            bail!(Usage(format!("--backend {}: there is another backend named '{name}'", file.display())));
+            bail!(UsageError(format!(
+                "--backend {}: there is another backend named '{name}'",
+                file.display()
+            )));
         }
         names.push(backend.name());
         loaded.push((backend, file));
@@ -119,7 +122,7 @@ fn open_here(selector: &str) -> Result<Arc<dyn Device>> {
     let Some(backend) = backends.iter().find(|b| b.name() == name) else {
         let known: Vec<_> = backends.iter().map(|b| b.name()).collect();
         let known = known.join(", ");
-        bail!(Usage(format!(
+        bail!(UsageError(format!(
             "unknown device '{selector}': this build knows {known}; see 'mixfleet devices'"
         )));
     };
@@ -127,7 +130,7 @@ fn open_here(selector: &str) -> Result<Arc<dyn Device>> {
         let is_usage = error.kind == ErrorKind::Invalid;
         let said = format!("cannot open device '{selector}'");
         match is_usage {
-            true => Usage(format!("{said}: {error}")).into(),
+            true => UsageError(format!("{said}: {error}")).into(),
             false => anyhow::Error::from(error).context(said),
         }
     })
@@ -186,7 +189,7 @@ pub(crate) fn stages(selector: &str) -> Result<Vec<Vec<String>>> {
             let message = format!(
                 "{selector}: '{word}' is no stage; one of several devices is '(tp:DEV,DEV)' or '(ep:DEV,DEV)'"
             );
-            bail!(Usage(message));
+            bail!(UsageError(message));
         };
         several(stage)?;
         all.push(member.devices().into_iter().map(String::from).collect());
@@ -196,7 +199,7 @@ pub(crate) fn stages(selector: &str) -> Result<Vec<Vec<String>>> {
     let first = usize::from(group.sharing == Sharing::Apart && names.len() > 2);
     let repeated = names.iter().enumerate().find(|(at, member)| names[first.min(*at)..*at].contains(member));
     if let Some((_, member)) = repeated {
-        bail!(Usage(format!("device '{member}' is named twice in '{selector}'")));
+        bail!(UsageError(format!("device '{member}' is named twice in '{selector}'")));
     }
     Ok(if group.sharing == Sharing::Stages { all } else { vec![names] })
 }
@@ -216,7 +219,7 @@ pub(crate) fn experts_by(selector: &str) -> Vec<ExpertsBy> {
 }
 
 /// Refuses a group of fewer than two members.
-fn several(group: &WrittenGroup) -> Result<(), Usage> {
+fn several(group: &WrittenGroup) -> Result<(), UsageError> {
     let is_one = |member: &Written| match member {
         Written::Device(device) => !device.is_empty(),
         Written::Group(_) => true,
@@ -225,7 +228,7 @@ fn several(group: &WrittenGroup) -> Result<(), Usage> {
         return Ok(());
     }
     let (text, word) = (&group.text, group.sharing.word());
-    Err(Usage(format!("'{text}' must name two devices or more, as in '{word}cpu@0,cpu@1'")))
+    Err(UsageError(format!("'{text}' must name two devices or more, as in '{word}cpu@0,cpu@1'")))
 }
 
 /// Refuses a device that computes nothing, for commands that use its results.
@@ -233,7 +236,10 @@ pub(crate) fn must_compute(info: &DeviceInfo) -> Result<()> {
     if info.computes() {
         return Ok(());
     }
-    bail!(Usage(format!("{0} takes time only and computes nothing; add ',compute': {0},compute", info.id)))
+    bail!(UsageError(format!(
+        "{0} takes time only and computes nothing; add ',compute': {0},compute",
+        info.id
+    )))
 }
 
 /// Expands `auto` to every device that would serve by default.

@@ -4,7 +4,7 @@ mod load;
 mod target;
 
 use crate::args::{DeviceRole, GenerateArgs, ModelArgs};
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::generate::Ready;
 use crate::numbers::positive;
 use crate::output_files::{leave_no_empty, writable};
@@ -284,5 +284,5 @@ impl BenchOutcome {
 
 /// A mistake in what is to be measured.
 fn wrong(why: impl Into<String>) -> anyhow::Error {
-    Usage(why.into()).into()
+    UsageError(why.into()).into()
 }

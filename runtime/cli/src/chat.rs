@@ -1,7 +1,7 @@
 //! Implements `mixfleet chat`.
 
 use crate::args::{DeviceRole, GenerateArgs, ModelArgs};
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::generate::Ready;
 use crate::generate::answer::CollectedAnswer;
 use crate::remote::RemoteArgs;
@@ -46,7 +46,7 @@ pub(crate) fn run(args: ChatArgs) -> Result<()> {
         let generate = GenerateArgs::of_devices(args.model.clone(), args.remote.clone(), args.device.clone());
         let ready = Ready::checked(&generate, |model| match &model.text.template {
             Some(_) => Ok(()),
-            None => bail!(Usage("this model has no chat template: use 'mixfleet generate'".to_owned())),
+            None => bail!(UsageError("this model has no chat template: use 'mixfleet generate'".to_owned())),
         })?;
         let talked = talk(&args, &ready).await;
         ready.end().await;

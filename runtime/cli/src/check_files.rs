@@ -4,7 +4,7 @@
 //! A template or tokenizer can recurse or allocate without end, which ends the process that uses it. The
 //! child is this program with the hidden command `check-files`; it uses each file once, as serving does.
 
-use crate::failure::{Failed, Usage};
+use crate::failure::{Failed, UsageError};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use mixfleet_hal::printable::printable_lines;
@@ -162,7 +162,7 @@ fn ask(path: &Path, words: &[&str]) -> Result<Told> {
     let error = said.join("\n");
     let error = error.strip_prefix("mixfleet: ").unwrap_or(&error).to_owned();
     if ended.code() == Some(2) {
-        bail!(Usage(error));
+        bail!(UsageError(error));
     }
     Ok(Told { out, error, code: ended.code() })
 }

@@ -1,6 +1,6 @@
 //! Options for allowed connections, host names and the address for monitoring.
 
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use anyhow::{Context, Result};
 use clap::Args;
 use mixfleet_runtime::api::{Limits, Origins};
@@ -35,7 +35,7 @@ impl ConnectionArgs {
     /// Rejects implausible values.
     pub(crate) fn check(&self) -> Result<()> {
         if Duration::try_from_secs_f64(self.drain_s).is_err() {
-            return Err(Usage(format!("--drain-s {} is not a number of seconds", self.drain_s)).into());
+            return Err(UsageError(format!("--drain-s {} is not a number of seconds", self.drain_s)).into());
         }
         if let Some(address) = &self.health_listen {
             is_loopback("--health-listen", address)?;
@@ -57,7 +57,7 @@ impl ConnectionArgs {
     /// Returns the allowed hosts and origins of a server that listens at the address of a flag.
     pub(crate) fn origins(&self, flag: &str, address: &str) -> Result<Origins> {
         let origins = Origins::new(is_loopback(flag, address)?, &self.allow_host, &self.allow_origin);
-        origins.map_err(|error| Usage(format!("--allow-host, --allow-origin: {error}")).into())
+        origins.map_err(|error| UsageError(format!("--allow-host, --allow-origin: {error}")).into())
     }
 
     /// Starts the health server, if requested.
@@ -90,7 +90,7 @@ pub(crate) async fn watch(
 pub(crate) fn is_loopback(flag: &str, address: &str) -> Result<bool> {
     let mut addresses = address
         .to_socket_addrs()
-        .map_err(|error| Usage(format!("{flag} {address}: {error}; expected HOST:PORT")))?;
+        .map_err(|error| UsageError(format!("{flag} {address}: {error}; expected HOST:PORT")))?;
     Ok(addresses.all(|address| address.ip().is_loopback()))
 }
 

@@ -1,6 +1,6 @@
 //! Implements `mixfleet explain`.
 
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::screen;
 use anyhow::Result;
 use clap::Args;
@@ -26,7 +26,10 @@ pub(crate) fn run(args: &ExplainArgs) -> Result<()> {
     let unknown = || {
         let near = closest_names(name, known.iter().copied());
         let near = if near.is_empty() { known.clone() } else { near };
-        Usage(format!("there is no metric '{name}'; near it: {}; all: mixfleet explain", near.join(", ")))
+        UsageError(format!(
+            "there is no metric '{name}'; near it: {}; all: mixfleet explain",
+            near.join(", ")
+        ))
     };
     let metric = explain(name).ok_or_else(unknown)?;
     write!(out, "{metric}")?;

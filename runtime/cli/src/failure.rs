@@ -3,7 +3,7 @@
 /// A mistake on the command line that clap cannot detect: exit code 2.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub(crate) struct Usage(pub(crate) String);
+pub(crate) struct UsageError(pub(crate) String);
 
 /// The thing tested failed: exit code 1.
 #[derive(Debug, thiserror::Error)]

@@ -4,7 +4,7 @@ pub(crate) mod answer;
 
 use crate::args::{DeviceRole, GenerateArgs};
 use crate::backends;
-use crate::failure::{Failed, Usage, with_causes};
+use crate::failure::{Failed, UsageError, with_causes};
 use crate::model::Model;
 use crate::start::{self, Choice, Instances, Started};
 use answer::{Answers, CollectedAnswer};
@@ -63,7 +63,7 @@ fn runs(file: &Path) -> Result<Vec<GenerateArgs>> {
     let name = file.display();
     let text = mixfleet_hal::files::read_text(file).with_context(|| format!("cannot read {name}"))?;
     let parse = |(at, line): (usize, &str)| {
-        let wrong = |problem: String| Usage(format!("{name}, line {}: {problem}", at + 1));
+        let wrong = |problem: String| UsageError(format!("{name}, line {}: {problem}", at + 1));
         let words: Vec<String> = serde_json::from_str(line)
             .map_err(|error| wrong(format!("expected a JSON array of arguments: {error}")))?;
         let Line { args } = Line::try_parse_from(words).map_err(|error| wrong(error.to_string()))?;
@@ -73,7 +73,7 @@ fn runs(file: &Path) -> Result<Vec<GenerateArgs>> {
         Ok(GenerateArgs { json: true, ..args })
     };
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
-    Ok(lines.map(parse).collect::<Result<_, Usage>>()?)
+    Ok(lines.map(parse).collect::<Result<_, UsageError>>()?)
 }
 
 /// Prints a document for each run as soon as it has ended. Neighbours of one model and placement share an
@@ -232,11 +232,13 @@ fn prompt_ids(args: &GenerateArgs, model: &Model) -> Result<Vec<u32>> {
         None => args.prompt_ids.clone(),
     };
     if ids.is_empty() {
-        return Err(Usage("the prompt has no tokens".into()).into());
+        return Err(UsageError("the prompt has no tokens".into()).into());
     }
     let vocab = model.checkpoint.config.vocab;
     if let Some(id) = ids.iter().find(|&&id| id >= vocab) {
-        return Err(Usage(format!("token id {id} is not below the model's vocabulary of {vocab}")).into());
+        return Err(
+            UsageError(format!("token id {id} is not below the model's vocabulary of {vocab}")).into()
+        );
     }
     let context = model.checkpoint.config.context_max;
     if args.max_tokens == 0 || args.max_tokens > context.saturating_sub(to_u32(ids.len())) {
@@ -244,7 +246,7 @@ fn prompt_ids(args: &GenerateArgs, model: &Model) -> Result<Vec<u32>> {
         let message = format!(
             "--max-tokens {asked}: the prompt has {tokens} tokens and the model's context is {context}"
         );
-        return Err(Usage(message).into());
+        return Err(UsageError(message).into());
     }
     Ok(ids)
 }

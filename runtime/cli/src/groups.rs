@@ -4,7 +4,7 @@
 //! Parts that compute nothing need no results of each other, so that one device stands for all: it has their
 //! memory, and takes the time that the cost model of the group predicts.
 
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::model::Model;
 use crate::notation::{Sharing, Written, WrittenGroup};
 use anyhow::{Context, Result, bail};
@@ -69,7 +69,7 @@ impl SimGroup {
         if !group.members.iter().flat_map(Written::devices).all(is_time_only) {
             return Ok(None);
         }
-        let refused = |cause: String| Usage(format!("{selector}: {cause}"));
+        let refused = |cause: String| UsageError(format!("{selector}: {cause}"));
         let own = |(part, (per_stage, experts), stages, dilation): Alike, attending| SimGroup {
             selector: selector.to_owned(),
             part,
@@ -103,7 +103,7 @@ impl SimGroup {
     /// # Errors
     /// Why the model cannot be divided so, or does not fit; then with parts that hold it.
     pub(crate) fn open(&self, model: &Model, given: GivenSizes) -> Result<OpenGroup> {
-        let refused = |cause: String| Usage(format!("{}: {cause}", self.selector));
+        let refused = |cause: String| UsageError(format!("{}: {cause}", self.selector));
         let config = &model.checkpoint.config;
         let shape = config.cost_shape(model.activations, model.kv, 16);
         let shape = match self.experts {

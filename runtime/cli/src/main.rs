@@ -68,7 +68,7 @@ mod worker_engines;
 
 use clap::CommandFactory;
 use command_line::{Cli, CliCommand};
-use failure::{Failed, Usage, with_causes};
+use failure::{Failed, UsageError, with_causes};
 use mixfleet_hal::printable::printable_lines;
 use std::process::ExitCode;
 
@@ -163,7 +163,7 @@ fn exit_code(result: anyhow::Result<()>) -> ExitCode {
     logs::say(&format!("mixfleet: {}", printable_lines(&with_causes(&error))));
     ExitCode::from(match () {
         () if error.is::<Failed>() => 1,
-        () if error.is::<Usage>() => 2,
+        () if error.is::<UsageError>() => 2,
         () => 3,
     })
 }

@@ -2,7 +2,7 @@
 
 use crate::args::ModelArgs;
 use crate::check_files;
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::trials::ChildTrials;
 use anyhow::{Context, Result};
 use mixfleet_hal::DType;
@@ -95,7 +95,7 @@ type Loading = (String, Checkpoint, Option<RandomCheckpoint>, Tokenizer, Option<
 
 /// A model of a known shape whose weights are random, with the tokenizer of the built-in one.
 fn random(shape: &str) -> Result<Loading> {
-    let known = mixfleet_scheduler::models::find(shape).map_err(|error| Usage(error.to_string()))?;
+    let known = mixfleet_scheduler::models::find(shape).map_err(|error| UsageError(error.to_string()))?;
     let random = RandomCheckpoint::of_shape(known)?;
     let (name, checkpoint) = (format!("{RANDOM}{}", known.name), random.repeating()?);
     let tokenizer = builtin::tokenizer_of(checkpoint.config.vocab)?;
@@ -132,7 +132,7 @@ pub(crate) fn misnamed(path: &Path) -> Option<String> {
 
 fn open(directory: &Path) -> Result<Loading> {
     if let Some(why) = misnamed(directory) {
-        return Err(Usage(why).into());
+        return Err(UsageError(why).into());
     }
     let failed = || format!("cannot load the checkpoint in {}", directory.display());
     check_files::in_child(directory).with_context(failed)?;

@@ -2,7 +2,7 @@
 
 mod check;
 
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::screen;
 use anyhow::Result;
 use clap::Args;
@@ -30,7 +30,7 @@ pub(crate) fn run(args: &ModelsArgs) -> Result<()> {
     if let Some(path) = &args.check {
         return check::run(path, args.json);
     }
-    let found = args.name.as_deref().map(find).transpose().map_err(|error| Usage(error.to_string()))?;
+    let found = args.name.as_deref().map(find).transpose().map_err(|error| UsageError(error.to_string()))?;
     let mut out = screen::output(args.json);
     if args.json {
         let chosen: Vec<Value> = match found {

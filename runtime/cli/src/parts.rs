@@ -1,6 +1,6 @@
 //! Implements `mixfleet parts`: the catalog.
 
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::screen;
 use anyhow::{Result, bail};
 use clap::Args;
@@ -28,7 +28,7 @@ pub(crate) fn run(args: &PartsArgs) -> Result<()> {
     if found.is_empty() {
         let near = catalog::closest(&wanted).join(", ");
         let near = if near.is_empty() { "all: mixfleet parts".into() } else { format!("near it: {near}") };
-        bail!(Usage(format!("no part has '{wanted}' in its name, memory or note; {near}")));
+        bail!(UsageError(format!("no part has '{wanted}' in its name, memory or note; {near}")));
     }
     let mut out = screen::output(args.json);
     if args.json {

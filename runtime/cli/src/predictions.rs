@@ -6,7 +6,7 @@
 //! 4. the calibration alone.
 
 use crate::calibration;
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::model::Model;
 use anyhow::Result;
 use mixfleet_hal::Device;
@@ -55,7 +55,7 @@ pub(crate) fn of(
             let (file, of) = (file.display(), &profile.fingerprint);
             let message =
                 format!("--profile {file}: it is of '{of}', and no device that serves here is that");
-            return Err(Usage(message).into());
+            return Err(UsageError(message).into());
         }
     }
     let mut predicted = Vec::new();

@@ -5,7 +5,7 @@ mod import;
 mod links;
 mod show;
 
-use crate::failure::{Failed, Usage};
+use crate::failure::{Failed, UsageError};
 use crate::interrupt::cancel_on_interrupt;
 use crate::numbers::USD_PER_HOUR_MIN;
 use crate::output_files::writable;
@@ -214,7 +214,7 @@ fn options(args: &MeasureArgs) -> Result<ProfileOptions> {
     if let Some(usd) = args.usd_per_hour
         && !(usd.is_finite() && usd >= USD_PER_HOUR_MIN)
     {
-        bail!(Usage(format!("--usd-per-hour {usd} is not a price; write $/h as in 0.35")));
+        bail!(UsageError(format!("--usd-per-hour {usd} is not a price; write $/h as in 0.35")));
     }
     let options = ProfileOptions {
         only: args.only.clone(),
@@ -233,7 +233,7 @@ fn options(args: &MeasureArgs) -> Result<ProfileOptions> {
             let near = closest_names(name, parts.iter().copied());
             let near =
                 if near.is_empty() { String::new() } else { format!("near it: {}; ", near.join(", ")) };
-            bail!(Usage(format!(
+            bail!(UsageError(format!(
                 "--only {name} names nothing; {near}parts: {}, attention; points: 'mixfleet explain'",
                 parts.join(", ")
             )));

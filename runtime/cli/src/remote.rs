@@ -1,7 +1,7 @@
 //! Devices of other processes on the command line.
 
 #[cfg(feature = "fleet")]
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::tls::TlsArgs;
 #[cfg(feature = "fleet")]
 use anyhow::Context;
@@ -99,7 +99,8 @@ impl RemoteArgs {
 /// The address after a flag or in a selector: a port, over TCP or RDMA, or a socket file.
 #[cfg(feature = "fleet")]
 pub(crate) fn address(what: &str, text: &str) -> Result<LinkAddress> {
-    let wrong = |why: &str| Usage(format!("{what}: {why}; expected HOST:PORT, rdma:HOST:PORT or unix:PATH"));
+    let wrong =
+        |why: &str| UsageError(format!("{what}: {why}; expected HOST:PORT, rdma:HOST:PORT or unix:PATH"));
     if let Some(path) = LinkAddress::path_in(text) {
         let is_empty = path.as_os_str().is_empty();
         return if is_empty {

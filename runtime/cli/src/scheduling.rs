@@ -1,6 +1,6 @@
 //! The scheduler's flags, the same for `serve` and `simulate`.
 
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use mixfleet_scheduler::fleet::{Admission, Policy};
@@ -71,7 +71,7 @@ impl SchedulingArgs {
     /// Returns the parsed flags.
     pub(crate) fn choices(&self) -> Result<Choices> {
         if !(self.threshold.is_finite() && self.threshold >= 0.0) {
-            return Err(Usage(format!("--threshold {} is not a factor", self.threshold)).into());
+            return Err(UsageError(format!("--threshold {} is not a factor", self.threshold)).into());
         }
         let policy = match self.policy {
             PolicyName::Random => Policy::Random,

@@ -2,7 +2,7 @@
 
 use crate::args::{DeviceRole, FrontArgs, InstanceArgs, ModelArgs, ServeArgs};
 use crate::connections::{is_loopback, raise_descriptors};
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::model::Model;
 use crate::remote::RemoteArgs;
 use crate::settings::ServeSettings;
@@ -125,10 +125,10 @@ pub(crate) fn log(json: bool) -> Result<()> {
 pub(crate) fn check(args: &FrontArgs) -> Result<()> {
     if !is_loopback("--listen", &args.listen)? && args.api_key.is_none() && args.api_keys.is_none() {
         let message = "reaches beyond this machine: give --api-key (or MIXFLEET_API_KEY) or --api-keys, or listen on 127.0.0.1";
-        return Err(Usage(format!("--listen {} {message}", args.listen)).into());
+        return Err(UsageError(format!("--listen {} {message}", args.listen)).into());
     }
     if args.api_key.as_deref().is_some_and(str::is_empty) {
-        return Err(Usage("--api-key is empty".into()).into());
+        return Err(UsageError("--api-key is empty".into()).into());
     }
     args.connections.check()?;
     args.scheduling.choices()?;
@@ -205,7 +205,7 @@ fn access(args: &FrontArgs) -> Result<(Option<KeysFile>, Access)> {
     let (file, access) = match &args.api_keys {
         None => (None, Access::from(args.api_key.clone())),
         Some(path) => {
-            let wrong = |error| Usage(format!("--api-keys {}: {error}", path.display()));
+            let wrong = |error| UsageError(format!("--api-keys {}: {error}", path.display()));
             let (file, access) = KeysFile::open(path).map_err(wrong)?;
             (Some(file), access)
         }
@@ -327,7 +327,7 @@ fn rebalance(args: &FrontArgs) -> Result<Option<Rebalance>> {
         if numbers.iter().any(Option::is_some) {
             let cause =
                 "--rebalance-high, --rebalance-low and --rebalance-hold-s are of no use without --flexible";
-            return Err(Usage(format!("{cause} (flexible = true of a [[pool]] in a fleet file)")).into());
+            return Err(UsageError(format!("{cause} (flexible = true of a [[pool]] in a fleet file)")).into());
         }
         return Ok(None);
     }
@@ -341,7 +341,9 @@ fn rebalance(args: &FrontArgs) -> Result<Option<Rebalance>> {
     };
     if rule.low >= rule.high {
         let (low, high) = (rule.low, rule.high);
-        return Err(Usage(format!("--rebalance-low {low} must be less than --rebalance-high {high}")).into());
+        return Err(
+            UsageError(format!("--rebalance-low {low} must be less than --rebalance-high {high}")).into()
+        );
     }
     Ok(Some(rule))
 }

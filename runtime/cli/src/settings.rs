@@ -4,7 +4,7 @@
 //! defaulted in one place.
 
 use crate::command_line::{Cli, CliCommand, with_hint};
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::profiles;
 use crate::scheduling::SchedulingArgs;
 use crate::screen;
@@ -186,13 +186,13 @@ fn filled(
         let error = error.to_string();
         let flag = file.flags.iter().find(|flag| error.contains(&format!("--{flag} ")));
         let key = flag.and_then(|flag| key_of(flag)).map(|(table, key)| format!(": [{table}] {key}"));
-        Usage(format!("{}{}: {error}", path.display(), key.unwrap_or_default()))
+        UsageError(format!("{}{}: {error}", path.display(), key.unwrap_or_default()))
     })?;
     Ok((matches, file))
 }
 
 fn from_file(text: &str, path: &Path, command: &str, given: &ArgMatches) -> Result<FromFile> {
-    let wrong = |cause: String| Usage(format!("{}: {cause}", path.display()));
+    let wrong = |cause: String| UsageError(format!("{}: {cause}", path.display()));
     let file: Table = text.parse().map_err(|error: toml::de::Error| wrong(error.to_string()))?;
     let mut from = FromFile::default();
     for (table, value) in &file {
@@ -431,7 +431,7 @@ mod tests {
         ];
         for (at, (text, expected)) in cases.iter().enumerate() {
             let error = parsed(&format!("wrong{at}"), text, &["serve"]).unwrap_err();
-            assert!(error.is::<Usage>() && error.to_string().contains(expected), "{text}: {error}");
+            assert!(error.is::<UsageError>() && error.to_string().contains(expected), "{text}: {error}");
         }
     }
 

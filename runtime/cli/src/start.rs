@@ -3,7 +3,7 @@
 use crate::affinity::LocatedDevices;
 use crate::args::{DeviceRole, ModelArgs, TierArgs};
 use crate::digest::Digest;
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::groups::SimGroup;
 use crate::model::Model;
 use crate::predictions::{self, Measuring};
@@ -171,7 +171,9 @@ fn exchange(
     let pools: Vec<Pool> = with_pools.into_iter().map(|(_, pool)| pool.clone()).collect();
     let config = &model.checkpoint.config;
     if config.latent.is_some() {
-        return Err(Usage("--kv-exchange: other engines' layout of latents is not known".to_owned()).into());
+        return Err(
+            UsageError("--kv-exchange: other engines' layout of latents is not known".to_owned()).into()
+        );
     }
     let parts = KvExchangeParts {
         url,
@@ -181,7 +183,7 @@ fn exchange(
         pools,
         metrics: metrics.clone(),
     };
-    parts.open().map(Arc::new).map_err(|error| Usage(format!("--kv-exchange: {error}")).into())
+    parts.open().map(Arc::new).map_err(|error| UsageError(format!("--kv-exchange: {error}")).into())
 }
 
 /// Links over memory that all of `transports` can access.
@@ -207,7 +209,7 @@ pub(crate) fn instances(
     if let Some(unknown) =
         choice.prices.keys().find(|name| !choice.devices.iter().any(|d| d.device == **name))
     {
-        return Err(Usage(format!("--usd-per-hour {unknown}: no such device serves here")).into());
+        return Err(UsageError(format!("--usd-per-hour {unknown}: no such device serves here")).into());
     }
     let read = |file: &PathBuf| Ok((file.clone(), profiles::read(file)?));
     let known = choice.profiles.iter().map(read).collect::<Result<Vec<_>>>()?;
@@ -228,7 +230,7 @@ pub(crate) fn instances(
     }
     if choice.attn_split.is_some() && !choice.devices.iter().any(|d| backends::attends_apart(&d.device)) {
         let message = "--attn-split: no device is of the form 'attn:DEV,DEV', whose KV it divides".to_owned();
-        return Err(Usage(message).into());
+        return Err(UsageError(message).into());
     }
     for DeviceRole { device: selector, role } in &choice.devices {
         let group = SimGroup::of(selector)?.map(|group| group.open(model, given)).transpose()?;
@@ -260,7 +262,7 @@ pub(crate) fn instances(
                 }
             }
         };
-        let partition = partition.map_err(|reason| Usage(format!("{selector}: {reason}")))?;
+        let partition = partition.map_err(|reason| UsageError(format!("{selector}: {reason}")))?;
         let mut placed: Vec<(Arc<dyn Device>, _, InstanceSize, &MemberShare)> = Vec::new();
         for ((member, open), share) in members.iter().zip(opened).zip(partition.shares()) {
             let whole = members.len() == 1;
@@ -359,7 +361,7 @@ fn check_roles(devices: &[DeviceRole]) -> Result<()> {
         if !devices.iter().any(|d| can(d.role)) {
             let message =
                 format!("no device does {role}: add one with '--device DEV={role}' or '--device DEV'");
-            return Err(Usage(message).into());
+            return Err(UsageError(message).into());
         }
     }
     Ok(())
@@ -377,7 +379,7 @@ fn check_names(devices: &[DeviceRole]) -> Result<()> {
         for member in members {
             if !with_weights.insert(member.clone()) {
                 let message = format!("device '{member}' is named twice; one can do prefill and decode");
-                return Err(Usage(message).into());
+                return Err(UsageError(message).into());
             }
         }
     }

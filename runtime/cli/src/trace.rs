@@ -4,7 +4,7 @@ mod generate;
 mod page;
 mod stats;
 
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use anyhow::Result;
 use clap::{Args, Subcommand};
 
@@ -31,5 +31,5 @@ pub(crate) fn run(args: &TraceArgs) -> Result<()> {
 
 /// A mistake in numbers that clap cannot detect.
 fn usage(error: impl std::fmt::Display) -> anyhow::Error {
-    Usage(error.to_string()).into()
+    UsageError(error.to_string()).into()
 }

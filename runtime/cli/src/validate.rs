@@ -15,7 +15,7 @@ mod sign;
 mod summary;
 
 use crate::backends;
-use crate::failure::{Failed, Usage};
+use crate::failure::{Failed, UsageError};
 use crate::interrupt::cancel_on_interrupt;
 use crate::machine;
 use crate::screen;
@@ -141,7 +141,7 @@ pub(crate) fn run(args: &ValidateArgs) -> Result<()> {
 }
 
 /// Refuses what concerns one device where several are named.
-fn of_one_device(args: &RunArgs) -> Result<(), Usage> {
+fn of_one_device(args: &RunArgs) -> Result<(), UsageError> {
     let given = [
         ("--part", args.part.is_some()),
         ("--resume", args.resume),
@@ -149,11 +149,11 @@ fn of_one_device(args: &RunArgs) -> Result<(), Usage> {
         ("--init-part", args.init_part.is_some()),
     ];
     if let Some((option, _)) = given.iter().find(|(_, is_given)| *is_given) {
-        return Err(Usage(format!("{option} is for one device: name one --device")));
+        return Err(UsageError(format!("{option} is for one device: name one --device")));
     }
     let again = args.device.iter().enumerate().find(|(at, device)| args.device[..*at].contains(device));
     match again {
-        Some((_, device)) => Err(Usage(format!("device '{device}' is named twice"))),
+        Some((_, device)) => Err(UsageError(format!("device '{device}' is named twice"))),
         None => Ok(()),
     }
 }
@@ -210,7 +210,7 @@ fn validate(args: &RunArgs, named: Option<&str>) -> Result<()> {
 fn read_part(file: &Path) -> Result<PartFile> {
     let text =
         mixfleet_hal::files::read_text(file).with_context(|| format!("cannot read {}", file.display()))?;
-    PartFile::parse(&text).map_err(|error| Usage(format!("{}: {error}", file.display())).into())
+    PartFile::parse(&text).map_err(|error| UsageError(format!("{}: {error}", file.display())).into())
 }
 
 fn plan(args: &RunArgs, device: &str, part: Option<&PartFile>) -> Result<Plan> {
@@ -237,7 +237,7 @@ fn plan(args: &RunArgs, device: &str, part: Option<&PartFile>) -> Result<Plan> {
         let near = args.only.iter().flat_map(|name| closest_names(name, all.iter().map(String::as_str)));
         let near: Vec<&str> = near.collect();
         let near = if near.is_empty() { String::new() } else { format!("near it: {}; ", near.join(", ")) };
-        bail!(Usage(format!(
+        bail!(UsageError(format!(
             "--only {only} names nothing up to level {level}; {near}groups: {}",
             all.join(", ")
         )));

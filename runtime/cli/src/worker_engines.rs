@@ -1,6 +1,6 @@
 //! Engines of others on the command line: `KIND:http://HOST:PORT` (or https), and what is known of them.
 
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::numbers::USD_PER_HOUR_MIN;
 use crate::profiles;
 use anyhow::{Context, Result};
@@ -168,7 +168,7 @@ impl std::str::FromStr for WorkerEngine {
 ///
 /// # Errors
 /// What of their roles cannot be.
-pub(crate) fn check_roles(engines: &[WorkerEngine]) -> Result<(), Usage> {
+pub(crate) fn check_roles(engines: &[WorkerEngine]) -> Result<(), UsageError> {
     let own = |engine: &&WorkerEngine| engine.kind == EngineKind::Mixfleet && engine.role != Role::Auto;
     let Some(first) = engines.iter().find(own) else { return Ok(()) };
     let (this, role) = (&first.address, format!("{:?}", first.role).to_lowercase());
@@ -179,7 +179,7 @@ pub(crate) fn check_roles(engines: &[WorkerEngine]) -> Result<(), Usage> {
     };
     match engines.iter().find(is_wrong) {
         None => Ok(()),
-        Some(engine) => Err(Usage(format!(
+        Some(engine) => Err(UsageError(format!(
             "--worker-engine mixfleet:{this}={role}: KV goes between mixfleet and vLLM, so that each vllm engine needs the \
              other role and each mixfleet engine the same one; {}:{} does not have it",
             engine.kind, engine.address
@@ -214,11 +214,11 @@ impl WorkerEngine {
         if let Some(file) = &self.ca {
             let pem = mixfleet_hal::files::read_text(file);
             let pem = pem.with_context(|| format!("cannot read ca={}", file.display()))?;
-            address = address.believed_from(pem).map_err(Usage)?;
+            address = address.believed_from(pem).map_err(UsageError)?;
         }
         let wrong = |why: String| match &self.ca {
-            Some(file) => Usage(format!("ca={}: {why}", file.display())),
-            None => Usage(why),
+            Some(file) => UsageError(format!("ca={}: {why}", file.display())),
+            None => UsageError(why),
         };
         let (key, model) = (key.as_deref(), self.model.as_deref());
         let engines = match self.instances {
@@ -228,7 +228,7 @@ impl WorkerEngine {
             }
             None => HttpEngine::new(self.kind, address, key, self.model.clone()).map(|engine| vec![engine]),
         };
-        let (kv_events, cost) = (self.kv_events_at().map_err(Usage)?, self.cost()?);
+        let (kv_events, cost) = (self.kv_events_at().map_err(UsageError)?, self.cost()?);
         let kv_bytes_per_token = self.known_shape()?.map(|shape| shape.kv_bytes_per_token());
         let spec = |engine: HttpEngine| EngineSpec {
             engine: Arc::new(engine.with_kv_events(kv_events.clone())),
@@ -262,7 +262,7 @@ impl WorkerEngine {
     /// The model's shape, if it is known.
     fn known_shape(&self) -> Result<Option<ModelShape>> {
         let Some(shape) = &self.shape else { return Ok(None) };
-        let known = models::find(shape).map_err(|error| Usage(format!("shape={shape}: {error}")))?;
+        let known = models::find(shape).map_err(|error| UsageError(format!("shape={shape}: {error}")))?;
         Ok(Some(known.shape_as(self.stored)))
     }
 
@@ -273,7 +273,7 @@ impl WorkerEngine {
             (Some(name), _) => {
                 let part = catalog::part(name).ok_or_else(|| {
                     let near = catalog::closest(name).join(", ");
-                    Usage(format!("part={name}: the catalog has no such part; near it: {near}"))
+                    UsageError(format!("part={name}: the catalog has no such part; near it: {near}"))
                 })?;
                 let several = AllReduce::of(part, self.tp);
                 (part.best_profile(), several)
@@ -282,11 +282,13 @@ impl WorkerEngine {
             (None, None) => return Ok(None),
         };
         if self.tp != 1 && all_reduce.is_none() {
-            return Err(Usage(format!("tp={}: what so many exchange takes is not known", self.tp)).into());
+            return Err(
+                UsageError(format!("tp={}: what so many exchange takes is not known", self.tp)).into()
+            );
         }
-        whole.check_split(self.tp).map_err(|cause| Usage(format!("tp={}: {cause}", self.tp)))?;
+        whole.check_split(self.tp).map_err(|cause| UsageError(format!("tp={}: {cause}", self.tp)))?;
         let name = if self.kind == EngineKind::Vllm { "vllm" } else { "mixfleet" };
-        let engine = engines::find(name).map_err(Usage)?.cost;
+        let engine = engines::find(name).map_err(UsageError)?.cost;
         let shape = whole.on(&profile);
         let cost = ProfileCost { profile, shape, chunk_tokens: CHUNK_TOKENS, all_reduce, engine };
         Ok(Some(CostModel::Profile(Box::new(cost)).compiled()))

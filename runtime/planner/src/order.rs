@@ -48,7 +48,7 @@ pub fn cheapest_order(
     orders.min_by(|(a, _), (b, _)| a.total_cmp(b)).map_or_else(Vec::new, |(_, order)| order)
 }
 
-/// Every order of so many, the one as they stand first.
+/// All permutations of `0..count`, the identity first.
 fn orders(count: usize) -> Vec<Vec<usize>> {
     let mut all: Vec<Vec<usize>> = vec![Vec::new()];
     for _ in 0..count {

@@ -1,4 +1,5 @@
 //! Integration tests of the planner.
 
+#[path = "../../sim/tests/common/drawn.rs"]
 mod common;
 mod repair;

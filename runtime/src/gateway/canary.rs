@@ -16,7 +16,7 @@ use mixfleet_hal::outside::{
 use mixfleet_hal::random::unit;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::canary::{CanaryChange, CanaryFinding, CanaryPair, CanaryPlan, distance};
-use mixfleet_scheduler::fleet::{Arrival, Division, Event, InstanceId};
+use mixfleet_scheduler::fleet::{Arrival, Event, InstanceId, RequestDivision};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
@@ -320,7 +320,7 @@ impl Fleetwide {
         let mut unproven = Vec::new();
         let mut apart: Vec<usize> = Vec::new();
         let decided = loop {
-            let division = if whole { Division::Undivided } else { self.divided_but_for(&apart) };
+            let division = if whole { RequestDivision::Undivided } else { self.divided_but_for(&apart) };
             let decided = self.decide(arrival, limits, division);
             let Some(pair) = placed_pair(&decided).filter(|pair| self.barred(*pair).is_some()) else {
                 break decided;
@@ -329,7 +329,7 @@ impl Fleetwide {
             self.front.step(Event::Cancelled { request: arrival.request });
             let at = self.less_proven(pair);
             if apart.contains(&at) {
-                break self.decide(arrival, limits, Division::Undivided);
+                break self.decide(arrival, limits, RequestDivision::Undivided);
             }
             apart.push(at);
         };

@@ -52,8 +52,8 @@ use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::canary::{CanaryConfig, CanaryPair, CanaryWatch};
 use mixfleet_scheduler::cost::{CostModel, LinkCost};
 use mixfleet_scheduler::fleet::{
-    Arrival, Division, Event, FleetConfig, Instance, InstanceId, OthersWork, PartyId, PromptChain,
-    RejectReason, Role, Terms,
+    Arrival, Event, FleetConfig, Instance, InstanceId, OthersWork, PartyId, PromptChain, RejectReason,
+    RequestDivision, Role, Terms,
 };
 use mixfleet_scheduler::kv::hash::PrefixHasher;
 use mixfleet_scheduler::quarantine::{Quarantine, RequestDigest};
@@ -534,7 +534,7 @@ impl Fleetwide {
         // Nor for a role: any engine can compute prompts and answer.
         if is_for_lack_of_engines(&decided) && divides && !is_whole {
             *undivided = unproven.or(Some("no two engines with these roles can take it"));
-            decided = self.decide(arrival, limits, Division::Undivided);
+            decided = self.decide(arrival, limits, RequestDivision::Undivided);
         }
         match canary::placed_pair(&decided) {
             Some(pair) => pairs.push(pair),
@@ -544,15 +544,15 @@ impl Fleetwide {
     }
 
     /// Has the machine place a request on engines that [may take](Self::may_take) it.
-    fn decide(&mut self, arrival: &Arrival, limits: ChoiceLimits<'_>, division: Division) -> Decision {
+    fn decide(&mut self, arrival: &Arrival, limits: ChoiceLimits<'_>, division: RequestDivision) -> Decision {
         let exclude = self.instances_where(|at| !self.may_take(at, limits));
         self.front.decide(Arrival { exclude, division, ..arrival.clone() })
     }
 
     /// Two engines may share a request, but for those of `apart` and those whose hand-offs fail.
-    fn divided_but_for(&self, apart: &[usize]) -> Division {
+    fn divided_but_for(&self, apart: &[usize]) -> RequestDivision {
         let shares_nothing = |at: usize| apart.contains(&at) || self.seats[at].hand_offs.is_open();
-        Division::NotAmong(self.instances_where(shares_nothing))
+        RequestDivision::NotAmong(self.instances_where(shares_nothing))
     }
 
     /// The engines that are up and meet a condition.

@@ -61,7 +61,7 @@ impl LatentHeads {
     }
 
     /// Name and shape of the tensors of a layer's attention but its output.
-    pub(super) fn shapes(&self, (hidden, heads): (u64, u64), add: &mut dyn FnMut(Weight, &str, &[u64])) {
+    pub(super) fn shapes(&self, hidden: u64, heads: u64, add: &mut dyn FnMut(Weight, &str, &[u64])) {
         let LatentAttention { q_rank, kv_rank, nope, rope, v, .. } = self.lengths;
         let [q_rank, kv_rank, nope, rope, v] = [q_rank, kv_rank, nope, rope, v].map(u64::from);
         if q_rank > 0 {

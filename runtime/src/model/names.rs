@@ -52,7 +52,7 @@ impl TensorPlan {
         let (hidden, heads, head_dim) = (n(config.hidden), n(config.heads), n(config.head_dim));
         let (q, kv) = (heads * head_dim, n(config.kv_heads) * head_dim);
         if let Some(latent) = &config.latent {
-            latent.shapes((hidden, heads), &mut |weight, part, shape| self.add(weight, part, shape));
+            latent.shapes(hidden, heads, &mut |weight, part, shape| self.add(weight, part, shape));
             self.add(Weight::O, "self_attn.o_proj.weight", &[hidden, heads * n(latent.lengths.v)]);
         } else {
             self.add(Weight::Q, "self_attn.q_proj.weight", &[q, hidden]);

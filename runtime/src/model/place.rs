@@ -127,7 +127,7 @@ impl Checkpoint {
             }
             let (stored, location) = self.stored(&name);
             let bytes = location.bytes_of(&cut);
-            let dtype = self.dtype_on_device((&name, weight), location);
+            let dtype = self.dtype_on_device(&name, weight, location);
             if let Some(number) = expert {
                 // experts are stored apart and are one operand
                 let tensor = match placed.slot(layer, weight) {
@@ -239,7 +239,7 @@ impl Checkpoint {
     }
 
     /// The dtype of a tensor on the device: a bias takes its matrix's, everything else keeps its own.
-    fn dtype_on_device(&self, (name, weight): (&str, Weight), location: &Location) -> DType {
+    fn dtype_on_device(&self, name: &str, weight: Weight, location: &Location) -> DType {
         if weight == Weight::Correction {
             return DType::F32;
         }

@@ -91,7 +91,7 @@ proptest! {
             Instance { role, nic: None, ..spec.clone() }
         };
         let left = all.iter().map(alone).collect();
-        let undivided = |arrival| Arrival { division: Division::Undivided, ..arrival };
+        let undivided = |arrival| Arrival { division: RequestDivision::Undivided, ..arrival };
         let places = placements((policy, seed, false), all, undivided);
         prop_assert!(places.iter().flatten().all(|place| place.0 == place.1));
         prop_assert_eq!(places, placements((policy, seed, false), left, |arrival| arrival));
@@ -107,7 +107,7 @@ proptest! {
             ..spec.clone()
         };
         let left = all.iter().map(alone).collect();
-        let divided = |arrival| Arrival { division: Division::NotAmong(apart.clone()), ..arrival };
+        let divided = |arrival| Arrival { division: RequestDivision::NotAmong(apart.clone()), ..arrival };
         prop_assert_eq!(
             placements((policy, seed, false), all, divided),
             placements((policy, seed, false), left, |arrival| arrival)
@@ -121,7 +121,7 @@ fn limits_of_a_request_are_logged_only_where_it_has_some() {
     assert!(plain.get("exclude").is_none() && plain.get("division").is_none());
     let limited = Arrival {
         exclude: vec![InstanceId(3)],
-        division: Division::NotAmong(vec![InstanceId(4)]),
+        division: RequestDivision::NotAmong(vec![InstanceId(4)]),
         ..arrival(1, 100, 1)
     };
     let text = serde_json::to_string(&limited).unwrap();

@@ -211,8 +211,8 @@ pub struct Arrival {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub exclude: Vec<InstanceId>,
     /// Whether one instance may compute its prompt for another one.
-    #[serde(default, skip_serializing_if = "Division::is_by_role")]
-    pub division: Division,
+    #[serde(default, skip_serializing_if = "RequestDivision::is_by_role")]
+    pub division: RequestDivision,
 }
 
 impl Arrival {
@@ -224,17 +224,19 @@ impl Arrival {
     /// Whether instances of a role may have the part of it for which a role `can`.
     pub(super) fn may_use_role(&self, role: Role, can: fn(Role) -> bool) -> bool {
         match self.division {
-            Division::Undivided => role.computes(),
-            Division::ByRole | Division::NotAmong(_) => can(role),
+            RequestDivision::Undivided => role.computes(),
+            RequestDivision::ByRole | RequestDivision::NotAmong(_) => can(role),
         }
     }
 
     /// Whether one instance may compute the prompt and another one the answer.
     pub(super) fn may_divide(&self, prefill: InstanceId, decode: InstanceId) -> bool {
         match &self.division {
-            Division::ByRole => true,
-            Division::NotAmong(instances) => [prefill, decode].iter().all(|end| !instances.contains(end)),
-            Division::Undivided => false,
+            RequestDivision::ByRole => true,
+            RequestDivision::NotAmong(instances) => {
+                [prefill, decode].iter().all(|end| !instances.contains(end))
+            }
+            RequestDivision::Undivided => false,
         }
     }
 }
@@ -242,7 +244,7 @@ impl Arrival {
 /// Whether one instance may compute the prompt of a request, and another one its answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Division {
+pub enum RequestDivision {
     /// As roles and links allow.
     #[default]
     ByRole,
@@ -252,9 +254,9 @@ pub enum Division {
     Undivided,
 }
 
-impl Division {
+impl RequestDivision {
     fn is_by_role(&self) -> bool {
-        *self == Division::ByRole
+        *self == RequestDivision::ByRole
     }
 }
 

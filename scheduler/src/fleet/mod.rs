@@ -26,8 +26,8 @@ mod trials;
 pub use crate::ids::{InstanceId, PartyId, RequestId};
 pub use admit::Admission;
 pub use event::{
-    Action, Arrival, Division, Event, HEAD_START_MAX, Instance, Link, Objective, PromptChain, Pull,
-    RejectReason, Role,
+    Action, Arrival, Event, HEAD_START_MAX, Instance, Link, Objective, PromptChain, Pull, RejectReason,
+    RequestDivision, Role,
 };
 pub use explain::{Candidate, Explanation, Outcome, ScoreUnit, Term, Terms};
 pub use others::OthersWork;

@@ -49,7 +49,7 @@ impl Basis {
 }
 
 /// Everything that the command prints.
-pub(super) struct Comparison {
+pub(super) struct PartsComparison {
     pub(super) model: String,
     pub(super) demand: Demand,
     pub(super) basis: Basis,
@@ -64,7 +64,7 @@ pub(super) struct Comparison {
     pub(super) warnings: Vec<String>,
 }
 
-impl Comparison {
+impl PartsComparison {
     /// The likely error of a device's times in a few characters.
     pub(super) fn likely(&self, device: usize) -> String {
         match self.likely_errors[device] {

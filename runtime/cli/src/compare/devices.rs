@@ -2,7 +2,7 @@
 
 use super::comparison::Basis;
 use crate::args::DevicePrice;
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::profiles;
 use anyhow::Result;
 use mixfleet_hal::DType;
@@ -144,33 +144,34 @@ fn add(devices: &mut Vec<Compared>, name: &str, measured: Option<DeviceProfile>)
     }
 }
 
-fn unknown(word: &str) -> Usage {
+fn unknown(word: &str) -> UsageError {
     let closest = catalog::closest(word);
     let hint = if closest.is_empty() {
         "'mixfleet parts' lists the catalog".to_string()
     } else {
         format!("closest: {}", closest.join(", "))
     };
-    Usage(format!("no part and no file is called '{word}'; {hint}"))
+    UsageError(format!("no part and no file is called '{word}'; {hint}"))
 }
 
 /// Applies prices from the command line, which take precedence over all others.
 pub(super) fn state_prices(devices: &mut [Compared], stated: &[DevicePrice]) -> Result<()> {
     for (at, DevicePrice { device: name, usd_per_hour }) in stated.iter().enumerate() {
         if stated[..at].iter().any(|before| before.device.eq_ignore_ascii_case(name)) {
-            return Err(Usage(format!("--usd-per-hour: two prices for {name}; give one")).into());
+            return Err(UsageError(format!("--usd-per-hour: two prices for {name}; give one")).into());
         }
         if *usd_per_hour <= 0.0 {
             return Err(
-                Usage(format!("--usd-per-hour {name}=0: a part for nothing has no comparison")).into()
+                UsageError(format!("--usd-per-hour {name}=0: a part for nothing has no comparison")).into()
             );
         }
         let Some(device) = devices.iter_mut().find(|device| device.name.eq_ignore_ascii_case(name)) else {
             let known: Vec<&str> = devices.iter().map(|device| device.name.as_str()).take(8).collect();
             let known = known.join(", ");
-            return Err(
-                Usage(format!("--usd-per-hour: '{name}' is not compared; compared are {known}")).into()
-            );
+            return Err(UsageError(format!(
+                "--usd-per-hour: '{name}' is not compared; compared are {known}"
+            ))
+            .into());
         };
         let basis = "stated on the command line".to_string();
         device.price = Some(Price { usd_per_hour: UsdPerHour(*usd_per_hour), basis });
@@ -192,7 +193,7 @@ mod tests {
     fn parts_are_found_once_in_any_case_and_others_refused() {
         assert_eq!(resolve_names(&["l4", "L4", "rtx-4090"]).unwrap(), ["L4", "RTX-4090"]);
         let error = resolve_names(&["rtx-4091"]).unwrap_err();
-        assert!(error.is::<Usage>() && error.to_string().contains("closest: RTX-4090"), "{error}");
+        assert!(error.is::<UsageError>() && error.to_string().contains("closest: RTX-4090"), "{error}");
         assert!(resolve_names(&[]).unwrap().len() > 30);
     }
 

@@ -1,10 +1,10 @@
 //! Compares the parts that were asked for, and prints and writes the comparison.
 
 use super::args::CompareArgs;
-use super::comparison::{Basis, Comparison, is_in_doubt};
+use super::comparison::{Basis, PartsComparison, is_in_doubt};
 use super::devices::{self, Compared};
 use super::render::{json, page, table};
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::{prices, screen};
 use anyhow::{Context, Result};
 use mixfleet_hal::catalog::{self, Part};
@@ -39,7 +39,7 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     table::write(&mut out, &comparison)
 }
 
-fn compare(args: &CompareArgs) -> Result<Comparison> {
+fn compare(args: &CompareArgs) -> Result<PartsComparison> {
     let demand = Demand {
         prompt_tokens: args.prompt,
         context_tokens: args.context,
@@ -82,7 +82,7 @@ fn compare(args: &CompareArgs) -> Result<Comparison> {
         false => Vec::new(),
     };
     let model = args.model.clone();
-    Ok(Comparison { model, demand, basis, devices, classified, likely_errors, without_offer, warnings })
+    Ok(PartsComparison { model, demand, basis, devices, classified, likely_errors, without_offer, warnings })
 }
 
 /// The demand of a known model, or of the shape in a directory's `config.json`.
@@ -98,12 +98,12 @@ fn model_demand(args: &CompareArgs) -> Result<Demand> {
         let weight = stored.plain();
         (ModelShape { weight, ..shape.stored_as(stored.format()) }, config.tied_embeddings)
     } else {
-        let model = find(&args.model).map_err(|error| Usage(format!("--model: {error}")))?;
+        let model = find(&args.model).map_err(|error| UsageError(format!("--model: {error}")))?;
         (model.shape_as(args.dtype.unwrap_or(StoredAs::Plain(DType::Bf16))), model.tied_embeddings)
     };
     let kv = args.kv_dtype.unwrap_or(shape.kv);
     if kv == DType::U32 {
-        return Err(Usage("--kv-dtype: KV is in f32, bf16, f16, fp8 or int8".into()).into());
+        return Err(UsageError("--kv-dtype: KV is in f32, bf16, f16, fp8 or int8".into()).into());
     }
     let shape = shape.with_kv(kv);
     let weights = shape.weight_bytes(tied_embeddings);

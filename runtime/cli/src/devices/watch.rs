@@ -181,6 +181,6 @@ mod tests {
 
     #[test]
     fn a_device_that_is_not_there_is_not_watched() {
-        assert!(open(&["nope:0".to_owned()]).is_err_and(|error| error.is::<crate::failure::Usage>()));
+        assert!(open(&["nope:0".to_owned()]).is_err_and(|error| error.is::<crate::failure::UsageError>()));
     }
 }

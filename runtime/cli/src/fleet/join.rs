@@ -1,7 +1,7 @@
 //! Joins a fleet as the flags say.
 
 use super::JoinArgs;
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::tls::Files;
 use crate::token;
 use anyhow::{Context, Result};
@@ -70,20 +70,27 @@ impl JoinArgs {
         let host = rest.trim_end_matches('/');
         match scheme {
             "https" if self.tls.are_given() => Ok(()),
-            "https" => Err(Usage(format!("--etcd {url}: give --tls-ca, --tls-cert and --tls-key")).into()),
+            "https" => {
+                Err(UsageError(format!("--etcd {url}: give --tls-ca, --tls-cert and --tls-key")).into())
+            }
             "http" => {
                 let addresses = host.to_socket_addrs().map_err(|error| {
-                    Usage(format!("--etcd {url}: {error}; expected http://HOST:PORT or https://HOST:PORT"))
+                    UsageError(format!(
+                        "--etcd {url}: {error}; expected http://HOST:PORT or https://HOST:PORT"
+                    ))
                 })?;
                 match addresses.into_iter().find(|address| !address.ip().is_loopback()) {
                     None => Ok(()),
-                    Some(_) => Err(Usage(format!(
+                    Some(_) => Err(UsageError(format!(
                         "--etcd {url}: beyond this host etcd is reached over https, with --tls-ca, --tls-cert and --tls-key"
                     ))
                     .into()),
                 }
             }
-            _ => Err(Usage(format!("--etcd {url}: expected http://HOST:PORT or https://HOST:PORT")).into()),
+            _ => {
+                Err(UsageError(format!("--etcd {url}: expected http://HOST:PORT or https://HOST:PORT"))
+                    .into())
+            }
         }
     }
 
@@ -91,14 +98,14 @@ impl JoinArgs {
     pub(super) fn listen(&self, flag: &str, text: &str) -> Result<SocketAddr> {
         let mut found = text
             .to_socket_addrs()
-            .map_err(|error| Usage(format!("{flag} {text}: {error}; expected HOST:PORT")))?;
-        let address = found.next().ok_or_else(|| Usage(format!("{flag} {text}: no such address")))?;
+            .map_err(|error| UsageError(format!("{flag} {text}: {error}; expected HOST:PORT")))?;
+        let address = found.next().ok_or_else(|| UsageError(format!("{flag} {text}: no such address")))?;
         if address.ip().is_unspecified() {
             let message = "is every address of this host: give the one by which members reach it";
-            return Err(Usage(format!("{flag} {text} {message}")).into());
+            return Err(UsageError(format!("{flag} {text} {message}")).into());
         }
         if !address.ip().is_loopback() && !self.tls.are_given() {
-            return Err(Usage(format!("{flag} {text} {NEEDS_TLS}")).into());
+            return Err(UsageError(format!("{flag} {text} {NEEDS_TLS}")).into());
         }
         Ok(address)
     }

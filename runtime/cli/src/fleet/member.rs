@@ -1,7 +1,7 @@
 //! Implements `mixfleet member`: lends a device to an instance of another process.
 
 use crate::affinity::LocatedDevices;
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::remote::{self, RemoteArgs};
 use crate::serve::Signals;
 use crate::{backends, serve};
@@ -33,7 +33,7 @@ pub(crate) fn member(args: &MemberArgs) -> Result<()> {
     let address = remote::address(&format!("--listen {}", args.listen), &args.listen)?;
     if address.port().is_some_and(|port| port.ip().is_unspecified()) {
         let message = "is every address of this host: give the one by which others reach it";
-        return Err(Usage(format!("--listen {} {message}", args.listen)).into());
+        return Err(UsageError(format!("--listen {} {message}", args.listen)).into());
     }
     let access = args.remote.access()?;
     let device = backends::open(&args.device)?;

@@ -3,7 +3,7 @@
 use super::WorkerArgs;
 use crate::args::TierArgs;
 use crate::digest::Digest;
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::model::Model;
 use crate::{backends, start, tiers};
 use anyhow::Result;
@@ -26,11 +26,11 @@ pub(super) fn check(args: &WorkerArgs) -> Result<()> {
     let no_device = |flag: &str| {
         let message =
             format!("{flag}: a KV node (--role kv) has no device that it could be of; leave it out");
-        Err(Usage(message).into())
+        Err(UsageError(message).into())
     };
     if instances.tiers.kv_dram.is_none() {
         let message = "--role kv needs --kv-dram GIB, the host memory for KV of others";
-        return Err(Usage(message.into()).into());
+        return Err(UsageError(message.into()).into());
     }
     match instances {
         _ if !instances.device.is_empty() => no_device("--device"),
@@ -45,7 +45,7 @@ pub(super) fn check(args: &WorkerArgs) -> Result<()> {
                     "--usd-per-hour {}: no such device; write {NODE}=USD for a KV node",
                     price.device
                 );
-                Err(Usage(message).into())
+                Err(UsageError(message).into())
             }
             None => Ok(()),
         },

@@ -6,7 +6,7 @@ use super::{RouterArgs, WorkerArgs, node};
 use crate::affinity::LocatedDevices;
 use crate::connections::{is_loopback, raise_descriptors, watch};
 use crate::digest::Digest;
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::logs;
 use crate::remote::RemoteArgs;
 use crate::serve::{self, Around, Signals};
@@ -141,7 +141,7 @@ pub(crate) fn worker(args: WorkerArgs) -> Result<()> {
         args.transports.iter().enumerate().find(|(at, name)| args.transports[..*at].contains(name))
     {
         let name = format!("{name:?}").to_lowercase();
-        return Err(Usage(format!("--transports names {name} twice")).into());
+        return Err(UsageError(format!("--transports names {name} twice")).into());
     }
     node::check(&args)?;
     let control = args.join.listen("--listen-control", &args.listen_control)?;

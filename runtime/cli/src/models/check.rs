@@ -1,7 +1,7 @@
 //! `mixfleet models --check PATH`: whether a checkpoint would be served, and what memory it takes, before it
 //! is loaded.
 
-use crate::failure::{Failed, Usage, with_causes};
+use crate::failure::{Failed, UsageError, with_causes};
 use crate::{check_files, model, screen};
 use anyhow::{Result, bail};
 use mixfleet_hal::units::GB;
@@ -16,13 +16,13 @@ type Finding = (&'static str, Result<String, String>);
 /// Looks at every part of a checkpoint and says what is not supported.
 ///
 /// # Errors
-/// `Failed` if something is not, `Usage` if there is nothing.
+/// `Failed` if something is not, `UsageError` if there is nothing.
 pub(super) fn run(path: &Path, as_json: bool) -> Result<()> {
     if let Some(why) = model::misnamed(path) {
-        bail!(Usage(why));
+        bail!(UsageError(why));
     }
     if let Err(error) = path.metadata() {
-        bail!(Usage(format!("cannot read {}: {error}", path.display())));
+        bail!(UsageError(format!("cannot read {}: {error}", path.display())));
     }
     let (text, served) = check_files::report_of(path, as_json)?;
     screen::output(as_json).write_all(text.as_bytes())?;

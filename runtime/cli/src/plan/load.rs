@@ -1,7 +1,7 @@
 //! The load of a plan: its requests, and its classes by size.
 
 use super::args::PlanArgs;
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use anyhow::{Context, Result, anyhow};
 use mixfleet_hal::cast::{to_u64, to_usize};
 use mixfleet_hal::files::{self, TEXT_BYTES_MAX};
@@ -85,7 +85,7 @@ impl<'a> LoadSource<'a> {
             _ => None,
         };
         let ways = "--trace, --workload, or --rate with --input-tokens and --output-tokens";
-        let missing = || Usage(format!("the load is missing: give {ways}")).into();
+        let missing = || UsageError(format!("the load is missing: give {ways}")).into();
         (0..models).map(|at| of(at).ok_or_else(missing)).collect()
     }
 }
@@ -98,7 +98,8 @@ fn for_each<'a, T>(models: usize, flag: &str, given: &'a [T]) -> Result<Vec<&'a 
         each if each.len() == models => Ok(each.iter().collect()),
         each => {
             let count = each.len();
-            Err(Usage(format!("--{flag}: {count} for {models} models; give one for all, or one each")).into())
+            Err(UsageError(format!("--{flag}: {count} for {models} models; give one for all, or one each"))
+                .into())
         }
     }
 }
@@ -117,7 +118,7 @@ impl PlanLoad {
         let requests: Vec<Request> = args.replay.play(&mut trace, 0).collect::<Result<_, _>>()?;
         let block_tokens = trace.block_tokens();
         let Some(last) = requests.last() else {
-            return Err(Usage(format!("--trace {}: there is no request", path.display())).into());
+            return Err(UsageError(format!("--trace {}: there is no request", path.display())).into());
         };
         let span = Seconds(last.at.0 - requests[0].at.0);
         let (mut tally, mut held) = (LoadTally::default(), HashSet::<BlockHash>::new());

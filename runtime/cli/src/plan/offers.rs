@@ -3,7 +3,7 @@
 mod tables;
 
 use super::args::PlanArgs;
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::{prices, profiles};
 use anyhow::{Context, Result};
 use mixfleet_hal::catalog::{self, Part, PartKind};
@@ -36,7 +36,7 @@ impl Offers {
         let stock = args.inventory.as_deref().map(tables::inventory).transpose()?;
         let mut named = Vec::new();
         for id in &args.parts {
-            named.push(part(id).map_err(|why| Usage(format!("--parts: {why}")))?);
+            named.push(part(id).map_err(|why| UsageError(format!("--parts: {why}")))?);
         }
         let accelerators = || catalog::parts().iter().filter(|part| part.kind != PartKind::Cpu);
         let mut wanted: Vec<&Part> = if named.is_empty() { accelerators().collect() } else { named };
@@ -80,7 +80,7 @@ impl Offers {
                 .push("--spot: there is no spot offer; --prices takes a list that has some".into());
         }
         if args.have.is_some() && offers.parts.iter().any(|offer| !offer.region.is_empty()) {
-            return Err(Usage(
+            return Err(UsageError(
                 "--have: what is owned has no region; leave the column out of --inventory".into(),
             )
             .into());
@@ -96,7 +96,7 @@ impl Offers {
                     ids.join(",")
                 ),
             };
-            return Err(Usage(format!("no part is left to choose from: {none}")).into());
+            return Err(UsageError(format!("no part is left to choose from: {none}")).into());
         }
         Ok(offers)
     }
@@ -136,7 +136,11 @@ fn owned_devices(path: &Path) -> Result<Vec<(&'static str, u32)>> {
     let part = |pool: &InstancePool, id: Option<&str>| {
         id.and_then(catalog::part).map(|part| part.id).ok_or_else(|| {
             let what = "a plan needs its `device`, an id of the catalog";
-            Usage(format!("--have {}: pool '{}' does not say its part; {what}", path.display(), pool.name))
+            UsageError(format!(
+                "--have {}: pool '{}' does not say its part; {what}",
+                path.display(),
+                pool.name
+            ))
         })
     };
     let mut owned = Vec::new();

@@ -5,7 +5,7 @@ use super::load::{LoadSource, PlanLoad};
 use super::offers::Offers;
 use super::render::{Planned, document, page, progress_words, table};
 use super::{deploy, several, tiers};
-use crate::failure::{Failed, Usage};
+use crate::failure::{Failed, UsageError};
 use crate::interrupt::cancel_on_interrupt;
 use crate::output_files::{leave_no_empty, writable};
 use crate::screen;
@@ -41,13 +41,13 @@ impl ModelWanted {
         let sources = LoadSource::of(args)?;
         let mut wanted = Vec::new();
         for (name, source) in args.model.iter().zip(sources) {
-            let model = find(name).map_err(|error| Usage(format!("--model: {error}")))?;
+            let model = find(name).map_err(|error| UsageError(format!("--model: {error}")))?;
             if let Some(why) = model.unserved().filter(|_| args.engine.name == engines::OURS) {
                 let message = format!(
                     "--model: mixfleet's own engine does not serve {}, since {why}; --engine names another",
                     model.name
                 );
-                return Err(Usage(message).into());
+                return Err(UsageError(message).into());
             }
             wanted.push(ModelWanted { model, load: PlanLoad::read(args, source)?, out: args.out.clone() });
         }

@@ -4,7 +4,7 @@ use super::args::PlanArgs;
 use super::offers::Offers;
 use super::render::document;
 use super::run::{ModelWanted, Printed, market, plan};
-use crate::failure::{Failed, Usage};
+use crate::failure::{Failed, UsageError};
 use crate::screen;
 use anyhow::Result;
 use mixfleet_planner::order::{cheapest_order, take_from_stock};
@@ -14,14 +14,15 @@ use std::io::Write;
 /// Plans each model and prints the plans in the order that was asked for.
 pub(super) fn run(args: &PlanArgs, wanted: Vec<ModelWanted>, offers: &Offers) -> Result<()> {
     if args.html.is_some() {
-        return Err(Usage("--html: a page has one model; plan them one by one".into()).into());
+        return Err(UsageError("--html: a page has one model; plan them one by one".into()).into());
     }
     for (at, model) in wanted.iter().enumerate() {
         if wanted[..at].iter().any(|other| other.model.name == model.model.name) {
             let name = model.model.name;
-            return Err(
-                Usage(format!("--model: {name} is there twice; give one trace of all its load")).into()
-            );
+            return Err(UsageError(format!(
+                "--model: {name} is there twice; give one trace of all its load"
+            ))
+            .into());
         }
     }
     let mut left = offers.clone();

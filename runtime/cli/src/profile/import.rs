@@ -1,6 +1,6 @@
 //! Implements `mixfleet profile import`: published tables of kernel times as a profile.
 
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::output_files::writable;
 use anyhow::{Context, Result, anyhow};
 use clap::{Args, ValueEnum};
@@ -85,12 +85,12 @@ struct Imported {
 pub(super) fn run(args: &ImportArgs) -> Result<()> {
     let out = args.out.display();
     if args.path.is_file() && same_file(&args.path, &args.out) {
-        return Err(Usage(format!("--out {out} is the table itself")).into());
+        return Err(UsageError(format!("--out {out} is the table itself")).into());
     }
     let imported = match (args.from, args.kind) {
         (Source::Aiconfigurator, Some(Kind::Engine)) => {
             let why = "aiconfigurator's tables are of kernels, not of an engine's steps; leave --as out";
-            return Err(Usage(why.into()).into());
+            return Err(UsageError(why.into()).into());
         }
         (Source::Aiconfigurator, _) => kernels(args)?,
         (Source::Llmservingsim, kind) => engine(args, kind.unwrap_or(Kind::Engine))?,
@@ -152,7 +152,7 @@ fn kernels(args: &ImportArgs) -> Result<Imported> {
     let mut tables = KernelTables::read(&args.path).map_err(|why| anyhow!(why))?;
     let choice =
         TableChoice { device: args.device.as_deref(), engine: args.engine.as_deref(), dtype: args.dtype };
-    let TableSet { device, engine, rows, points } = tables.choose(choice).map_err(Usage)?;
+    let TableSet { device, engine, rows, points } = tables.choose(choice).map_err(UsageError)?;
     let origin = TableOrigin { device: &device, engine: &engine, source: "aiconfigurator", rows };
     let (profile, errors) = of_points(args, points, origin)?;
     let text = serde_json::to_string_pretty(&profile)? + "\n";
@@ -164,7 +164,9 @@ fn engine(args: &ImportArgs, kind: Kind) -> Result<Imported> {
     let path = args.path.display();
     for (flag, given) in [("--device", args.device.is_some()), ("--engine", args.engine.is_some())] {
         if given {
-            return Err(Usage(format!("{flag} chooses among aiconfigurator's tables; leave it out")).into());
+            return Err(
+                UsageError(format!("{flag} chooses among aiconfigurator's tables; leave it out")).into()
+            );
         }
     }
     let directory = TableDirectory::find(&args.path, args.devices);
@@ -197,12 +199,12 @@ fn of_points(
 ) -> Result<(DeviceProfile, Vec<HeldOut>)> {
     let part = match &args.part {
         Some(id) => Some(catalog::part(id).ok_or_else(|| {
-            Usage(format!("--part {id}: the catalog has none of that name; 'mixfleet parts' lists it"))
+            UsageError(format!("--part {id}: the catalog has none of that name; 'mixfleet parts' lists it"))
         })?),
         None => part_called(origin.device),
     };
     let memory = args.memory_gib.map(|gib| Bytes(gib * GIB as f64));
-    device_profile(points, origin, part, memory).map_err(|why| Usage(why).into())
+    device_profile(points, origin, part, memory).map_err(|why| UsageError(why).into())
 }
 
 /// What aiconfigurator calls the systems that are not called as their drivers or the catalog call them.

@@ -1,6 +1,6 @@
 //! Implements `mixfleet profile --links`: the links of this host, or those to another host.
 
-use crate::failure::{Failed, Usage};
+use crate::failure::{Failed, UsageError};
 use crate::machine;
 use crate::screen;
 use crate::tls::TlsArgs;
@@ -72,7 +72,7 @@ pub(super) fn run(args: &LinksArgs, json: bool, quick: bool) -> Result<()> {
 }
 
 fn parse(flag: &str, text: &str) -> Result<SocketAddr> {
-    let wrong = |why: &str| Usage(format!("{flag} {text}: {why}; expected HOST:PORT"));
+    let wrong = |why: &str| UsageError(format!("{flag} {text}: {why}; expected HOST:PORT"));
     let mut found = text.to_socket_addrs().map_err(|error| wrong(&error.to_string()))?;
     Ok(found.next().ok_or_else(|| wrong("no such address"))?)
 }
@@ -207,7 +207,7 @@ fn between_hosts(args: &LinksArgs, security: &Security, here: SocketAddr) -> Res
 fn lend(args: &LinksArgs, address: SocketAddr) -> Result<()> {
     if address.ip().is_unspecified() {
         let why = "is every address of this host: give the one by which the other host reaches it";
-        return Err(Usage(format!("--listen {address} {why}")).into());
+        return Err(UsageError(format!("--listen {address} {why}")).into());
     }
     logs::open()?;
     let security = args.tls.security()?;
@@ -235,7 +235,7 @@ fn lend(args: &LinksArgs, address: SocketAddr) -> Result<()> {
 
 fn needs_tls(error: Error) -> anyhow::Error {
     if error.kind == ErrorKind::Unsupported {
-        return Usage(format!("{error} with --tls-ca, --tls-cert and --tls-key")).into();
+        return UsageError(format!("{error} with --tls-ca, --tls-cert and --tls-key")).into();
     }
     error.into()
 }

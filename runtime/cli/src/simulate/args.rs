@@ -1,7 +1,7 @@
 //! The arguments of `mixfleet simulate`.
 
 use super::closed_loop::ClosedLoopArgs;
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::numbers::{positive, share};
 use crate::output_files::writable;
 use crate::scheduling::SchedulingArgs;
@@ -75,7 +75,7 @@ pub(crate) struct SimulateArgs {
 
 impl SimulateArgs {
     pub(super) fn open_trace(&self) -> Result<Trace> {
-        let path = self.trace.as_deref().ok_or_else(|| Usage("--trace is missing".into()))?;
+        let path = self.trace.as_deref().ok_or_else(|| UsageError("--trace is missing".into()))?;
         Ok(self.replay.open(path)?)
     }
 
@@ -83,10 +83,10 @@ impl SimulateArgs {
         let default = if self.timeline.is_some() { TABLE_INTERVAL_S } else { PAGE_INTERVAL_S };
         match self.timeline_interval_s {
             Some(_) if self.timeline.is_none() && self.html.is_none() => {
-                Err(Usage("--timeline-interval-s needs --timeline or --html".into()).into())
+                Err(UsageError("--timeline-interval-s needs --timeline or --html".into()).into())
             }
             Some(s) if s < INTERVAL_S_MIN => {
-                Err(Usage(format!("--timeline-interval-s {s} is below {INTERVAL_S_MIN}")).into())
+                Err(UsageError(format!("--timeline-interval-s {s} is below {INTERVAL_S_MIN}")).into())
             }
             given => Ok(given.unwrap_or(default)),
         }
@@ -101,7 +101,7 @@ impl SimulateArgs {
         for (file, flag) in self.outputs() {
             let Some(file) = file else { continue };
             if let Some((_, other)) = others.iter().find(|(other, _)| place(file) == place(other)) {
-                return Err(Usage(format!("{flag} would write over the file of {other}")).into());
+                return Err(UsageError(format!("{flag} would write over the file of {other}")).into());
             }
             others.push((file, flag));
         }

@@ -9,7 +9,7 @@ use super::timeline::TimelineFile;
 use super::unmet::Unmet;
 use super::watch::Watch;
 use super::{answers, capacity, side_by_side, table};
-use crate::failure::{Failed, Usage};
+use crate::failure::{Failed, UsageError};
 use crate::output_files::leave_no_empty;
 use crate::trace_file::FileBar;
 use crate::{prices, screen};
@@ -31,7 +31,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     if args.fleet.len() > 1 {
         return side_by_side::run(args, list.as_ref());
     }
-    let path = args.fleet.first().ok_or_else(|| Usage("--fleet is missing".into()))?;
+    let path = args.fleet.first().ok_or_else(|| UsageError("--fleet is missing".into()))?;
     let fleet = OpenedFleet::open(args, path, &args.scheduling, list.as_ref())?;
     match args.capacity {
         Some(share) => capacity::run(&fleet, share),

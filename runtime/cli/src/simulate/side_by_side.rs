@@ -5,7 +5,7 @@ use super::opened::OpenedFleet;
 use super::run::{check_served, document, good_per_usd};
 use super::table::NONE;
 use super::watch::Watch;
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::prices::PriceList;
 use crate::screen;
 use crate::trace_file::FileBar;
@@ -27,7 +27,7 @@ pub(super) fn run(args: &SimulateArgs, list: Option<&PriceList>) -> Result<()> {
         (args.against.is_some(), "--against"),
     ];
     if let Some((_, flag)) = for_one.iter().find(|(given, _)| *given) {
-        return Err(Usage(format!("{flag} is for one --fleet")).into());
+        return Err(UsageError(format!("{flag} is for one --fleet")).into());
     }
     let mut fleets = Vec::new();
     for (path, scheduling) in args.fleet.iter().zip(&args.scheduling_of_each) {

@@ -2,7 +2,7 @@
 
 use super::examine::{Examination, Examined};
 use super::{RunArgs, child_command, default_folder, facts, folder_name, plan, sign};
-use crate::failure::{Failed, Usage};
+use crate::failure::{Failed, UsageError};
 use crate::interrupt::cancel_on_interrupt;
 use crate::machine;
 use crate::screen;
@@ -56,7 +56,7 @@ pub(super) fn run(args: &RunArgs, devices: Vec<String>) -> Result<()> {
     let folder = args.out.clone().or_else(|| default_folder("all", &began_at));
     let folder = folder.context("this user has no folder for data: name one with --out")?;
     if folder.exists() {
-        bail!(Usage(format!("{} is there already: name another folder", folder.display())));
+        bail!(UsageError(format!("{} is there already: name another folder", folder.display())));
     }
     eprintln!("the reports of {} go to {}", devices.join(", "), folder.display());
     let cancelled = Arc::<AtomicBool>::default();

@@ -1,6 +1,6 @@
 //! Implements `mixfleet validate diff`.
 
-use crate::failure::{Failed, Usage};
+use crate::failure::{Failed, UsageError};
 use crate::screen;
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -25,7 +25,7 @@ pub(super) struct DiffArgs {
 
 /// Compares two reports; only what passed and is wrong now makes it fail.
 pub(super) fn run(args: &DiffArgs) -> Result<()> {
-    let read = |path: &Path| ReadReport::open(path).map_err(Usage);
+    let read = |path: &Path| ReadReport::open(path).map_err(UsageError);
     let diff = ValidationDiff::new(&read(&args.a)?, &read(&args.b)?);
     if let Some(file) = &args.html {
         let cannot_write = || format!("cannot write {}", file.display());

@@ -4,7 +4,7 @@ use super::facts;
 use super::progress::Bar;
 use super::run_log::RunLog;
 use super::sign::Signer;
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use crate::machine;
 use crate::{backends, built};
 use anyhow::{Context, Result};
@@ -55,7 +55,7 @@ impl Examination<'_> {
             }
             plan.settings.facts = self.here.about(info);
             if let Some(part) = self.part {
-                part.is_about(&info.name, self.here.pci_id(info).as_deref()).map_err(Usage)?;
+                part.is_about(&info.name, self.here.pci_id(info).as_deref()).map_err(UsageError)?;
             }
         }
         Ok(Looked { plan, info: looked.device })

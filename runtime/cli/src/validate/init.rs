@@ -2,7 +2,7 @@
 
 use super::{device_of, facts};
 use crate::backends;
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use anyhow::{Context, Result, bail};
 use mixfleet_hwtests::profile::ProfileDocument;
 use mixfleet_hwtests::validate::{PartSketch, part_template};
@@ -12,7 +12,7 @@ use std::path::Path;
 /// Writes a template of a part file about a device, or about the part of a profile.
 pub(super) fn run(file: &Path, device: Option<&str>, profile: Option<&Path>) -> Result<()> {
     if file.exists() {
-        bail!(Usage(format!("{} is there already: name another file", file.display())));
+        bail!(UsageError(format!("{} is there already: name another file", file.display())));
     }
     let profile = profile.map(read).transpose()?;
     // a profile needs no device, unless one is named
@@ -23,7 +23,7 @@ pub(super) fn run(file: &Path, device: Option<&str>, profile: Option<&Path>) -> 
     let name = match (&info, &profile) {
         (Some(info), Some(profile)) if info.name != profile.device.name => {
             let (device, profiled) = (&info.name, &profile.device.name);
-            bail!(Usage(format!("the profile is of '{profiled}', the device is '{device}'")));
+            bail!(UsageError(format!("the profile is of '{profiled}', the device is '{device}'")));
         }
         (Some(info), _) => info.name.clone(),
         (None, profile) => profile.as_ref().map(|profile| profile.device.name.clone()).unwrap_or_default(),
@@ -38,5 +38,5 @@ pub(super) fn run(file: &Path, device: Option<&str>, profile: Option<&Path>) -> 
 fn read(file: &Path) -> Result<ProfileDocument> {
     let text =
         mixfleet_hal::files::read_text(file).with_context(|| format!("cannot read {}", file.display()))?;
-    ProfileDocument::from_json(&text).map_err(|why| Usage(format!("{}: {why}", file.display())).into())
+    ProfileDocument::from_json(&text).map_err(|why| UsageError(format!("{}: {why}", file.display())).into())
 }

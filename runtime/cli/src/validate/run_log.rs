@@ -1,7 +1,7 @@
 //! The log of a run on disk.
 
 use super::RunArgs;
-use crate::failure::Usage;
+use crate::failure::UsageError;
 use anyhow::{Context, Result, bail};
 use mixfleet_hwtests::validate::package::JOURNAL;
 use mixfleet_hwtests::validate::runner::header;
@@ -19,7 +19,7 @@ pub(super) fn earlier(args: &RunArgs, plan: &Plan) -> Result<Vec<Record>> {
                 "{} is there already: carry it on with --resume, or name another folder",
                 file.display()
             );
-            bail!(Usage(what));
+            bail!(UsageError(what));
         }
         return Ok(Vec::new());
     }
@@ -38,7 +38,7 @@ pub(super) fn earlier(args: &RunArgs, plan: &Plan) -> Result<Vec<Record>> {
             "{} is of another device, version or other settings: it cannot be carried on",
             file.display()
         );
-        bail!(Usage(what));
+        bail!(UsageError(what));
     }
     Ok(records)
 }

@@ -1,6 +1,6 @@
 //! Signed reports, in the format of minisign: the checksums are signed, and they cover every file.
 
-use crate::failure::{Failed, Usage};
+use crate::failure::{Failed, UsageError};
 use crate::screen;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
@@ -39,16 +39,17 @@ impl Signer {
     /// Reads a secret key of minisign, and asks for its password if it has one.
     pub(super) fn open(file: &Path) -> Result<Signer> {
         let text = mixfleet_hal::files::read_text(file);
-        let text = text.map_err(|error| Usage(format!("cannot read the key {}: {error}", file.display())))?;
+        let text =
+            text.map_err(|error| UsageError(format!("cannot read the key {}: {error}", file.display())))?;
         let key = || SecretKeyBox::from_string(&text);
-        let wrong = |error: minisign::PError| Usage(format!("{}: {error}", file.display()));
+        let wrong = |error: minisign::PError| UsageError(format!("{}: {error}", file.display()));
         if let Ok(key) = key().and_then(SecretKeyBox::into_unencrypted_secret_key) {
             return Ok(Signer(key));
         }
         let password = std::env::var(PASSWORD).ok();
         if password.is_none() && !std::io::stdin().is_terminal() {
             let what = "is no key without a password; to give one without a terminal, set";
-            bail!(Usage(format!("{} {what} {PASSWORD}", file.display())));
+            bail!(UsageError(format!("{} {what} {PASSWORD}", file.display())));
         }
         Ok(Signer(key().and_then(|key| key.into_secret_key(password)).map_err(wrong)?))
     }
@@ -77,11 +78,11 @@ fn read(file: &Path) -> Result<Vec<u8>> {
 
 fn public(key: &str) -> Result<PublicKey> {
     let of_file = |text: String| PublicKeyBox::from_string(&text).and_then(PublicKeyBox::into_public_key);
-    let wrong = |error: minisign::PError| Usage(format!("--key {key}: {error}"));
+    let wrong = |error: minisign::PError| UsageError(format!("--key {key}: {error}"));
     match mixfleet_hal::files::read_text(Path::new(key)) {
         Ok(text) => Ok(of_file(text).map_err(wrong)?),
         Err(_) if key.starts_with("RW") => Ok(PublicKey::from_base64(key).map_err(wrong)?),
-        Err(error) => bail!(Usage(format!("--key {key} is neither a file ({error}) nor a public key"))),
+        Err(error) => bail!(UsageError(format!("--key {key} is neither a file ({error}) nor a public key"))),
     }
 }
 

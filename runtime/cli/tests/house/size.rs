@@ -17,13 +17,13 @@ const LINES: &[(&str, usize)] = &[
     ("hal", 5941),
     ("hwtests", 12_249),
     ("runtime", 33_630),
-    ("runtime/cli", 15_012),
+    ("runtime/cli", 15_047),
     ("runtime/engines", 2987),
     ("runtime/fuzz", 1194),
     ("runtime/planner", 1215),
     ("runtime/report", 750),
     ("runtime/sim", 8108),
-    ("scheduler", 15_712),
+    ("scheduler", 15_714),
 ];
 
 /// One in so many lines that went is left to grow again before the budget must fall.

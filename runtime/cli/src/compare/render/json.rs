@@ -1,12 +1,12 @@
 //! The comparison as a JSON document, `mixfleet.compare/1`.
 
-use crate::compare::comparison::{Basis, Comparison};
+use crate::compare::comparison::{Basis, PartsComparison};
 use crate::compare::devices::Compared;
 use mixfleet_scheduler::classes::{Classified, Job, Standing};
 use serde_json::{Map, Value, json};
 
-pub(in crate::compare) fn document(comparison: &Comparison) -> Value {
-    let Comparison { model, demand, basis, devices, classified, likely_errors, without_offer, warnings } =
+pub(in crate::compare) fn document(comparison: &PartsComparison) -> Value {
+    let PartsComparison { model, demand, basis, devices, classified, likely_errors, without_offer, warnings } =
         comparison;
     let predicted = classified.iter().zip(likely_errors.iter().copied());
     let mut devices: Vec<Value> = devices.iter().zip(predicted).map(|(d, p)| device(d, p, *basis)).collect();

@@ -1,7 +1,7 @@
 //! The comparison as one self-contained HTML page.
 
 use super::table::{DTYPES, cost_row, rate, significant, words};
-use crate::compare::comparison::Comparison;
+use crate::compare::comparison::PartsComparison;
 use mixfleet_hal::units::GB;
 use mixfleet_report::bars::{BarRow, Bars};
 use mixfleet_report::html::{Cell, Html, Tone};
@@ -11,7 +11,7 @@ use mixfleet_scheduler::classes::{Classified, Job};
 const BARS_MAX: usize = 24;
 
 /// Renders the page.
-pub(in crate::compare) fn page(comparison: &Comparison) -> String {
+pub(in crate::compare) fn page(comparison: &PartsComparison) -> String {
     let mut body = Html::default();
     body.facts(&facts(comparison));
     body.heading(2, "What a token costs");
@@ -32,7 +32,7 @@ pub(in crate::compare) fn page(comparison: &Comparison) -> String {
     mixfleet_report::html::page("Comparison of parts", &subtitle, &body)
 }
 
-fn facts(comparison: &Comparison) -> Vec<(&'static str, String)> {
+fn facts(comparison: &PartsComparison) -> Vec<(&'static str, String)> {
     let demand = &comparison.demand;
     let (weights, kv) = (demand.weights.0 / GB, demand.shape.kv_bytes_per_token());
     let mut facts = vec![
@@ -55,7 +55,7 @@ fn facts(comparison: &Comparison) -> Vec<(&'static str, String)> {
 }
 
 /// What a token of each job costs on each part, and at which rent a part would decode for the least.
-fn charts(body: &mut Html, comparison: &Comparison) {
+fn charts(body: &mut Html, comparison: &PartsComparison) {
     for (job, what) in [(Job::Decode, "output"), (Job::Prefill, "input")] {
         let cost = |device: &Classified| Some(device.standing(job)?.cost?.0 * 1e6);
         let words = |cost: f64| format!("{} $", significant(cost));
@@ -72,7 +72,7 @@ fn charts(body: &mut Html, comparison: &Comparison) {
 
 /// A bar for each part that has a value, the least first.
 fn bars(
-    comparison: &Comparison,
+    comparison: &PartsComparison,
     value: impl Fn(&Classified) -> Option<f64>,
     words: impl Fn(f64) -> String,
     mark: impl Fn(&Classified) -> Option<f64>,
@@ -90,7 +90,7 @@ fn bars(
     rows
 }
 
-fn costs(body: &mut Html, comparison: &Comparison) {
+fn costs(body: &mut Html, comparison: &PartsComparison) {
     let mut rows = Vec::new();
     for (at, (device, compared)) in comparison.classified.iter().zip(&comparison.devices).enumerate() {
         let likely = comparison.likely(at);
@@ -122,7 +122,7 @@ fn costs(body: &mut Html, comparison: &Comparison) {
     }
 }
 
-fn per_dollar(body: &mut Html, comparison: &Comparison) {
+fn per_dollar(body: &mut Html, comparison: &PartsComparison) {
     let mut rows = Vec::new();
     for device in &comparison.devices {
         for line in device.per_dollar() {

@@ -1,6 +1,6 @@
 //! The comparison as text and tables.
 
-use crate::compare::comparison::Comparison;
+use crate::compare::comparison::PartsComparison;
 use crate::compare::devices::{Compared, PerDollarRow};
 use anyhow::Result;
 use mixfleet_hal::DType;
@@ -13,8 +13,8 @@ const WORDS_MAX: usize = 8;
 /// Ids of parts in a line.
 const IDS_PER_LINE: usize = 6;
 
-pub(in crate::compare) fn write(out: &mut impl Write, comparison: &Comparison) -> Result<()> {
-    let Comparison { model, demand, basis, devices, classified, without_offer, .. } = comparison;
+pub(in crate::compare) fn write(out: &mut impl Write, comparison: &PartsComparison) -> Result<()> {
+    let PartsComparison { model, demand, basis, devices, classified, without_offer, .. } = comparison;
     let (weights, kv) = (demand.weights.0 / GB, demand.shape.kv_bytes_per_token());
     let (stored, kv_dtype) = (demand.shape.stored(), demand.shape.kv);
     writeln!(out, "{model} in {stored}: {weights:.1} GB of weights, {kv} B of KV per token in {kv_dtype}")?;
@@ -138,7 +138,7 @@ pub(super) fn cost_row(device: &Classified) -> [String; 8] {
 /// Widths of these columns.
 const WIDTHS: [usize; 8] = [9, 9, 9, 8, 6, 8, 10, 8];
 
-fn costs(out: &mut impl Write, width: usize, comparison: &Comparison) -> Result<()> {
+fn costs(out: &mut impl Write, width: usize, comparison: &PartsComparison) -> Result<()> {
     let mut row = |name: &str, price: &str, cells: &[String; 8], likely: &str, from: &str| {
         write!(out, "{name:<width$} {price:>7}")?;
         for (cell, width) in cells.iter().zip(WIDTHS) {

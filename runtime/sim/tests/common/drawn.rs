@@ -1,4 +1,4 @@
-//! Helpers that the tests share.
+//! Fleets and requests of tests, here and in the planner.
 
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::units::Seconds;
