@@ -24,7 +24,7 @@ for tool in ip tc etcd openssl python3; do
     command -v "$tool" >/dev/null || skip "no $tool (Debian: iproute2 etcd-server openssl python3)"
 done
 [ -f "$model/config.json" ] || skip "no checkpoint in $model; one with random weights will do (hwtests/peers/README.md)"
-"$program" worker --help >/dev/null 2>&1 || skip "no $program with the feature fleet; see docs/fleet.md"
+"$program" worker --help >/dev/null 2>&1 || skip "no $program with the feature fleet; see docs/how-to/run-a-fleet.md"
 
 work=$(mktemp -d) left=mixfleet-$$-p right=mixfleet-$$-d
 processes=()

@@ -54,7 +54,7 @@ deb() {
     dpkg-deb -f "$to"/*.deb Package Version Depends Installed-Size
     "$to/unpacked/usr/bin/mixfleet" parts h100 >/dev/null
     for file in include/mixfleet.h share/man/man1/mixfleet.1.gz share/bash-completion/completions/mixfleet \
-        share/doc/mixfleet/docs/serving.md share/doc/mixfleet/THIRD-PARTY-NOTICES; do
+        share/doc/mixfleet/docs/reference/serving.md share/doc/mixfleet/THIRD-PARTY-NOTICES; do
         [ -s "$to/unpacked/usr/$file" ] || wrong "the package has no $file"
     done
     installed

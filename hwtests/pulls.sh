@@ -16,7 +16,7 @@ program=${MIXFLEET:-target/release/mixfleet}
 for tool in etcd python3; do
     command -v "$tool" >/dev/null || skip "no $tool (Debian: etcd-server python3)"
 done
-"$program" worker --help >/dev/null 2>&1 || skip "no $program with the feature fleet; see docs/fleet.md"
+"$program" worker --help >/dev/null 2>&1 || skip "no $program with the feature fleet; see docs/how-to/run-a-fleet.md"
 
 work=$(mktemp -d)
 processes=()

@@ -74,7 +74,7 @@ class Report:
         found = self.json("devices.json") or {}
         devices = [device for device in found.get("devices", []) if device.get("backend") == "cuda"]
         print("# The CUDA backend on a GPU\n")
-        print("Written by `hwtests/gpu/report.py` from the archives of `hwtests/gpu.sh` ([cuda.md](../cuda.md)).\n")
+        print("Written by `hwtests/gpu/report.py` from the archives of `hwtests/gpu.sh` ([cuda.md](../reference/cuda.md)).\n")
         for device in devices:
             notes = "".join(f", {key} {value}" for key, value in device.get("notes", []) if key in NOTES)
             print(f"- {device['name']}{notes}")

@@ -9,7 +9,8 @@
 //! - three engines ended, whatever they had answered.
 //!
 //! A complete answer clears a request. That a request is quarantined clears no other one: else a request that
-//! was unlucky could clear the one that is the cause. `docs/failures.md` has the rule for operators.
+//! was unlucky could clear the one that is the cause. `docs/reference/failures.md` has the rule for
+//! operators.
 
 use crate::batch::RequestId;
 use crate::fleet::InstanceId;

@@ -1,6 +1,7 @@
 //! The document: what was measured, how, on what, and under which conditions.
 //!
-//! `docs/profile-format.md` explains every field; `docs/schema/profile-1.json` is generated from here.
+//! `docs/reference/profile-format.md` explains every field; `docs/schema/profile-1.json` is generated from
+//! here.
 //! Added fields keep the version, so readers must ignore what they do not know.
 
 use super::control::Control;

@@ -66,34 +66,34 @@ pub(crate) fn with_hint(mut error: clap::Error) -> clap::Error {
 #[derive(Debug, Subcommand)]
 pub(crate) enum CliCommand {
     /// List the devices of this machine, and why others were not found
-    #[command(after_help = guide("adding-a-backend.md"))]
+    #[command(after_help = guide("how-to/add-a-backend.md"))]
     Devices(DevicesArgs),
     /// Show sockets, memory, PCI links, and the distance from each GPU to each NIC
-    #[command(after_help = guide("links.md"))]
+    #[command(after_help = guide("how-to/measure-links.md"))]
     Topo(TopoArgs),
     /// Measure a device: matrix products, attention, memory, copies, launches, long runs
-    #[command(after_help = guide("measuring.md"))]
+    #[command(after_help = guide("how-to/measure-a-device.md"))]
     Profile(ProfileArgs),
     /// Explain a measured number: meaning, method and what depends on it
-    #[command(after_help = guide("measuring.md"))]
+    #[command(after_help = guide("how-to/measure-a-device.md"))]
     Explain(ExplainArgs),
     /// Test a device for conformance, memory, vendor claims and soak, and write a report
-    #[command(after_help = guide("validating-your-part.md"))]
+    #[command(after_help = guide("how-to/validate-your-part.md"))]
     Validate(ValidateArgs),
     /// Compare parts: what a dollar buys, what each is cheapest at, and break-even prices
-    #[command(after_help = guide("comparing-parts.md"))]
+    #[command(after_help = guide("reference/compare.md"))]
     Compare(CompareArgs),
     /// List the parts of the catalog
-    #[command(after_help = guide("comparing-parts.md"))]
+    #[command(after_help = guide("reference/compare.md"))]
     Parts(PartsArgs),
     /// List known models: parameters, KV, weights by dtype, sources
     #[command(after_help = guide("models.md"))]
     Models(ModelsArgs),
     /// Analyse a request trace, or generate one
-    #[command(after_help = guide("traces.md"))]
+    #[command(after_help = guide("reference/traces.md"))]
     Trace(TraceArgs),
     /// Simulate a trace on a fleet: latencies, hits, cost
-    #[command(after_help = guide("simulator.md"))]
+    #[command(after_help = guide("explanation/simulator.md"))]
     Simulate(SimulateArgs),
     /// Find the cheapest fleet for a model, a load and objectives
     Plan(PlanArgs),
@@ -101,31 +101,31 @@ pub(crate) enum CliCommand {
     Serve(Box<ServeArgs>),
     /// Run a router of a fleet, which serves clients and places their requests on workers
     #[cfg(feature = "fleet")]
-    #[command(after_help = guide("fleet.md"))]
+    #[command(after_help = guide("how-to/run-a-fleet.md"))]
     Router(crate::fleet::RouterArgs),
     /// Run a worker of a fleet, which serves routers with this machine's devices
     #[cfg(feature = "fleet")]
-    #[command(after_help = guide("fleet.md"))]
+    #[command(after_help = guide("how-to/run-a-fleet.md"))]
     Worker(crate::fleet::WorkerArgs),
     /// Inspect a fleet
     #[cfg(feature = "fleet")]
-    #[command(after_help = guide("fleet.md"))]
+    #[command(after_help = guide("how-to/run-a-fleet.md"))]
     Fleet(crate::fleet::FleetArgs),
     /// Lend a device to an instance of another process, which names it as remote:HOST:PORT
     #[cfg(feature = "fleet")]
-    #[command(after_help = guide("serving.md"))]
+    #[command(after_help = guide("reference/serving.md"))]
     Member(crate::fleet::MemberArgs),
     /// Replay a log of 'serve --events' and compare the decisions, or explain one
-    #[command(after_help = guide("scheduling.md"))]
+    #[command(after_help = guide("explanation/scheduling.md"))]
     Replay(ReplayLogArgs),
     /// Complete one prompt on standard output
-    #[command(after_help = guide("serving.md"))]
+    #[command(after_help = guide("reference/serving.md"))]
     Generate(GenerateArgs),
     /// Measure how fast a model answers, here or at a server, alone or under load
-    #[command(after_help = guide("measuring.md"))]
+    #[command(after_help = guide("how-to/measure-a-device.md"))]
     Bench(crate::bench::BenchArgs),
     /// Talk with a model in the terminal
-    #[command(after_help = guide("serving.md"))]
+    #[command(after_help = guide("reference/serving.md"))]
     Chat(crate::chat::ChatArgs),
     /// Use each file of a checkpoint once, under limits: other commands run it before they load a checkpoint
     #[command(hide = true)]
@@ -184,7 +184,7 @@ mod tests {
             let help = command.render_long_help().to_string();
             let page = help.rsplit("docs/").next().filter(|rest| *rest != help).unwrap_or_default();
             let page: String =
-                page.chars().take_while(|c| c.is_ascii_alphanumeric() || ".-".contains(*c)).collect();
+                page.chars().take_while(|c| c.is_ascii_alphanumeric() || "./-".contains(*c)).collect();
             let is_there = !page.is_empty() && docs.join(page.trim_end_matches('.')).is_file();
             assert!(is_there || of_none.contains(&command.get_name()), "{page:?}: {help}");
         }

@@ -8,7 +8,7 @@ use mixfleet_sim::simulate::Choices;
 
 #[derive(Clone, Debug, Args)]
 pub(crate) struct SchedulingArgs {
-    /// Placement; more flags: docs/scheduling.md
+    /// Placement: docs/explanation/scheduling.md
     #[arg(long, value_name = "NAME", default_value = "per-dollar", hide_possible_values = true)]
     policy: PolicyName,
     /// kvcache-centric pulls prefixes longer by this factor

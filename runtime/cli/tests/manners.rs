@@ -150,7 +150,7 @@ fn devices_are_watched_as_often_as_asked() {
 
 #[test]
 fn the_faults_of_the_manual_are_found() {
-    let page = include_str!("../../../docs/validating-your-part.md");
+    let page = include_str!("../../../docs/how-to/validate-your-part.md");
     let plan = page.split("```json\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
     let folder = scratch("manners-faults");
     let written = folder.join("plan.json");

@@ -64,7 +64,7 @@ fn a_library_is_validated_as_parts_are() {
     assert!(served.status.success(), "{}{}", text(&served.stdout), text(&served.stderr));
 }
 
-/// docs/adding-a-backend.md says how few lines of C a first PASS of level 1 takes.
+/// docs/how-to/add-a-backend.md says how few lines of C a first PASS of level 1 takes.
 #[test]
 fn the_first_library_passes_level_1_in_300_lines() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../hwtests/plugin/first.c");
@@ -117,7 +117,7 @@ fn a_library_that_lies_takes_nothing_down() {
     assert!(text(&twice.stderr).contains("another backend named 'hostile'"), "{}", text(&twice.stderr));
 }
 
-/// The script has each step of docs/validating-your-part.md as a command.
+/// The script has each step of docs/how-to/validate-your-part.md as a command.
 #[test]
 fn the_way_of_a_vendor() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../hwtests/walkthrough.sh");

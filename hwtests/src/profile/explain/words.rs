@@ -166,7 +166,8 @@ pub(super) const PARTS: &[Metric] = &[
     ),
 ];
 
-const QUIET: &str = "Quiet the machine and measure again: docs/measuring.md, 'A quiet machine'.";
+const QUIET: &str =
+    "Quiet the machine and measure again: docs/how-to/measure-a-device.md, 'A quiet machine'.";
 
 pub(super) const FLAGS: &[Metric] = &[
     word(
@@ -174,7 +175,7 @@ pub(super) const FLAGS: &[Metric] = &[
         "Flag: the coefficient of variation of the samples is above 5 %.",
         "Standard deviation over mean of all samples of the point.",
         "How far the point can be trusted; comparisons take the spread into account.",
-        "Absent on a quiet machine. docs/measuring.md says how to get one.",
+        "Absent on a quiet machine. docs/how-to/measure-a-device.md says how to get one.",
     ),
     word(
         "unsteady",

@@ -22,7 +22,7 @@ pub(crate) struct CompareArgs {
     /// Dtype of the KV: f32, bf16, f16, fp8 or int8 [default: DTYPE, else bf16]
     #[arg(long, value_name = "DTYPE")]
     pub(super) kv_dtype: Option<DType>,
-    /// Offers in place of all built-in prices (docs/comparing-parts.md)
+    /// Offers in place of built-in prices (docs/reference/compare.md)
     #[arg(long, value_name = "CSV")]
     pub(super) prices: Option<PathBuf>,
     /// Rent of a part; repeatable

@@ -20,7 +20,7 @@ pub(crate) struct PlanArgs {
     /// The load as a request trace ('mixfleet trace stats' reads it)
     #[arg(long, value_name = "FILE,..", value_delimiter = ',', conflicts_with = "rate")]
     pub(super) trace: Vec<PathBuf>,
-    /// The load by the hour, planned for the dearest (docs/plan.md)
+    /// Load by the hour; the dearest counts (docs/reference/plan.md)
     #[arg(long, value_name = "CSV,..", value_delimiter = ',', conflicts_with_all = ["rate", "trace"])]
     pub(super) workload: Vec<PathBuf>,
     /// The load as requests per second of one size
@@ -41,7 +41,7 @@ pub(crate) struct PlanArgs {
     /// Share of requests that must meet both
     #[arg(long, value_name = "SHARE", default_value_t = 0.99, value_parser = share)]
     pub(super) attain: f64,
-    /// Offers in place of all built-in prices (docs/comparing-parts.md)
+    /// Offers in place of built-in prices (docs/reference/compare.md)
     #[arg(long, value_name = "CSV")]
     pub(super) prices: Option<PathBuf>,
     /// Devices there are; columns device_id, count [, region, spot]

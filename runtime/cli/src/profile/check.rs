@@ -13,7 +13,7 @@ use std::path::PathBuf;
 
 #[derive(Debug, Args)]
 pub(super) struct CheckArgs {
-    /// A profile, a device profile or an engine profile, as JSON (docs/profile-format.md)
+    /// A profile, device profile or engine profile, as JSON (docs/reference/profile-format.md)
     file: PathBuf,
     /// Print JSON
     #[arg(long)]

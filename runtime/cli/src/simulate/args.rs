@@ -25,7 +25,7 @@ pub(crate) struct SimulateArgs {
     /// Request trace, in any format of 'mixfleet trace stats'
     #[arg(long, value_name = "FILE", required_unless_present_any = ["against", "closed_loop"])]
     pub(super) trace: Option<PathBuf>,
-    /// Fleet file (docs/fleet-file.md); repeatable, to compare fleets
+    /// Fleet file (docs/reference/fleet-file.md); repeatable
     #[arg(long, value_name = "FLEET.toml", required = true)]
     pub(super) fleet: Vec<PathBuf>,
     #[command(flatten)]

@@ -1,5 +1,5 @@
 //! FLEET.toml: a model, an SLO and pools of instances, with all defaults resolved. Every key is documented in
-//! docs/fleet-file.md.
+//! docs/reference/fleet-file.md.
 
 mod attending;
 mod class;

@@ -1,4 +1,4 @@
-//! The fleet file as written. The keys are documented in docs/fleet-file.md.
+//! The fleet file as written. The keys are documented in docs/reference/fleet-file.md.
 
 use super::{PoolLink, PoolSlowdown, Routing, Slo};
 use mixfleet_scheduler::cost::{DecodeCoefficients, PrefillCoefficients};

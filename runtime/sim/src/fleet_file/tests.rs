@@ -362,7 +362,7 @@ fn a_mixture_of_experts_is_sliced_or_its_experts_are_divided() {
 
 #[test]
 fn the_examples_of_the_guide_work() {
-    let guide = include_str!("../../../../docs/fleet-file.md");
+    let guide = include_str!("../../../../docs/reference/fleet-file.md");
     let examples: Vec<&str> =
         guide.split("```toml\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
     assert!(examples.len() >= 2);

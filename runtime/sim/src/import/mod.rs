@@ -2,7 +2,7 @@
 //!
 //! `aiconfigurator` reads the tables of ai-dynamo/aiconfigurator, and `engine` takes the operations out of a
 //! serving engine's profile; `device` makes a profile of such points and says how well they predict each
-//! other. Formats and columns are documented in docs/profile-format.md.
+//! other. Formats and columns are documented in docs/reference/profile-format.md.
 
 mod aiconfigurator;
 mod device;

@@ -2,7 +2,7 @@
 //!
 //! [`Trace::open`] reads any supported file as a stream of [`Request`]s in order of time; [`Requests`]
 //! transforms a stream; [`stats`] summarises it; [`generate`] creates one. Formats, repairs and the
-//! accounting of hits are documented in docs/traces.md.
+//! accounting of hits are documented in docs/reference/traces.md.
 
 mod agentic;
 mod chain;

@@ -146,7 +146,7 @@ impl OwnFleet<'_> {
         let mut text = format!(
             "# {}\n\
              # MODEL is the checkpoint's directory, ETCD the address of etcd, and HOST-1 and so on are the hosts. Between\n\
-             # hosts each command also takes --tls-ca, --tls-cert and --tls-key (docs/fleet.md).\n\
+             # hosts each command also takes --tls-ca, --tls-cert and --tls-key (docs/how-to/run-a-fleet.md).\n\
              \nmixfleet router --etcd \"$ETCD\" --model \"$MODEL\" {}\n",
             self.header,
             line(&self.router)
@@ -234,7 +234,7 @@ impl OwnFleet<'_> {
         for pool in self.pools {
             let mut parts = pool.takes().map(|(part, _)| part);
             if parts.any(|other| other != pool.part) {
-                return Err("a pod's devices are of one part; docs/serving.md says how mixfleet member lends those of other hosts".into());
+                return Err("a pod's devices are of one part; docs/reference/serving.md says how mixfleet member lends those of other hosts".into());
             }
             let (id, role) = (self.parts[pool.part].word(), role_of(pool.duty));
             let (_, resource) = own_backend(&self.parts[pool.part])?;

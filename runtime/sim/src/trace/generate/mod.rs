@@ -20,8 +20,8 @@ use mixfleet_hal::random::{Stream, bits};
 use mixfleet_hal::units::Seconds;
 use std::collections::BTreeMap;
 
-/// Time per token of an answer: the median in the agentic trace (docs/traces.md). Only the arrival of the
-/// next turn depends on it.
+/// Time per token of an answer: the median in the agentic trace (docs/reference/traces.md). Only the arrival
+/// of the next turn depends on it.
 const ANSWER_S_PER_TOKEN: f64 = 0.0257;
 
 /// Mean number of sessions that pass before the first request is kept, so that the rate is steady from the

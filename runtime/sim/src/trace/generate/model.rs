@@ -125,7 +125,7 @@ impl Preset {
         }
     }
 
-    /// The statistics of this kind of load, all measured on the published traces that docs/traces.md names.
+    /// The statistics of this kind of load, all measured on published traces (docs/reference/traces.md).
     pub fn model(self) -> SessionModel {
         match self {
             Preset::Conversation => conversation(),
