@@ -87,7 +87,7 @@ pub(crate) enum CliCommand {
     #[command(after_help = guide("reference/compare.md"))]
     Parts(PartsArgs),
     /// List known models: parameters, KV, weights by dtype, sources
-    #[command(after_help = guide("models.md"))]
+    #[command(after_help = guide("reference/models.md"))]
     Models(ModelsArgs),
     /// Analyse a request trace, or generate one
     #[command(after_help = guide("reference/traces.md"))]

@@ -1,4 +1,4 @@
-//! docs/api.md lists the addresses that are routed, and the fields that are read.
+//! docs/reference/api.md lists the addresses that are routed, and the fields that are read.
 
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -22,7 +22,7 @@ fn routed() -> BTreeSet<(String, String)> {
 
 #[test]
 fn the_page_lists_the_addresses_that_are_routed() {
-    let page = read("docs/api.md");
+    let page = read("docs/reference/api.md");
     let rows = page.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
     let listed: BTreeSet<(String, String)> = rows
         .filter_map(|(address, _)| address.split_once(" /"))
@@ -42,7 +42,7 @@ fn the_description_for_programs_has_the_same_addresses_and_fields() {
         })
         .collect();
     assert_eq!(described, routed());
-    let page = read("docs/api.md");
+    let page = read("docs/reference/api.md");
     let (_, table) = page.split_once("## Fields on devices of this fleet").unwrap();
     let (table, _) = table.split_once("Refused with a 400").unwrap();
     let first_cells = table.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('|'));
@@ -64,12 +64,12 @@ fn the_description_for_programs_has_the_same_addresses_and_fields() {
 #[test]
 fn the_page_names_every_field_that_is_refused() {
     let source = read("runtime/src/api/refused.rs");
-    let page = read("docs/api.md");
+    let page = read("docs/reference/api.md");
     let fields =
         source.lines().filter_map(|line| line.trim().strip_prefix("(\"")?.split_once("\", Neutral::"));
     let mut count = 0;
     for (field, _) in fields {
-        assert!(page.contains(&format!("`{field}`")), "docs/api.md does not say what is done with {field}");
+        assert!(page.contains(&format!("`{field}`")), "docs/reference/api.md says nothing of {field}");
         count += 1;
     }
     assert!(count > 40, "{count}");
