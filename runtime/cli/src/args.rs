@@ -147,7 +147,7 @@ pub(crate) struct ServeArgs {
     /// Let engines of others read and write KV, which reach this server at URL
     #[arg(long, value_name = "URL", requires = "kv_dram", value_parser = address, hide = true)]
     pub(crate) kv_exchange: Option<String>,
-    /// vLLM or llama.cpp for devices: docs/reference/serving.md
+    /// vLLM or llama.cpp for devices: docs/how-to/external-engines.md
     #[arg(long, value_name = "KIND:URL", conflicts_with_all = OF_DEVICES)]
     pub(crate) worker_engine: Vec<WorkerEngine>,
     /// Share of divided requests that prove KV between engines, or off

@@ -1,5 +1,5 @@
 """A KV connector of vLLM (0.32) for mixfleet: KV of prompts that mixfleet computed comes from it, and goes to it from
-prompts that are computed here. How it is set up: docs/reference/serving.md, "KV between mixfleet and vLLM".
+prompts that are computed here. How it is set up: docs/reference/external-engines.md, "KV exchange".
 
 Where KV comes from, blocks are read and checked beside steps. What is missing or damaged is reported as not loaded, and
 computed here. Where it goes to mixfleet, whole blocks are written at the end of the step that ends a prompt, before its

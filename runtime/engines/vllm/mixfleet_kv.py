@@ -1,4 +1,4 @@
-"""KV frames of mixfleet (docs/reference/serving.md, "KV between mixfleet and vLLM"): their format, and how they are read and written
+"""KV frames of mixfleet (docs/reference/external-engines.md, "KV exchange"): their format, and how they are read and written
 over HTTP. Needs the package xxhash; knows nothing of vLLM.
 
 A frame is the KV of one block of tokens, `[layers, tokens, 2, kv_heads, head_dim]`, then a trailer (little endian): magic,

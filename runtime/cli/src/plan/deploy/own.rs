@@ -234,7 +234,7 @@ impl OwnFleet<'_> {
         for pool in self.pools {
             let mut parts = pool.takes().map(|(part, _)| part);
             if parts.any(|other| other != pool.part) {
-                return Err("a pod's devices are of one part; docs/reference/serving.md says how mixfleet member lends those of other hosts".into());
+                return Err("a pod's devices are of one part; docs/reference/devices.md says how mixfleet member lends those of other hosts".into());
             }
             let (id, role) = (self.parts[pool.part].word(), role_of(pool.duty));
             let (_, resource) = own_backend(&self.parts[pool.part])?;
