@@ -10,7 +10,7 @@ const REQUESTS_PER_CLIENT: u64 = 10;
 
 #[derive(Debug, Args)]
 pub(super) struct ClosedLoopArgs {
-    /// In place of --trace: clients that wait for their answers (docs/explanation/simulator.md)
+    /// In place of --trace: clients that wait for their answers (docs/how-to/simulate-a-fleet.md)
     #[arg(long, value_name = "CLIENTS", conflicts_with_all = ["trace", "against", "capacity", "speedup", "jitter", "limit"])]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     closed_loop: Option<u32>,
