@@ -66,7 +66,7 @@ pub(crate) fn with_hint(mut error: clap::Error) -> clap::Error {
 #[derive(Debug, Subcommand)]
 pub(crate) enum CliCommand {
     /// List the devices of this machine, and why others were not found
-    #[command(after_help = guide("how-to/add-a-backend.md"))]
+    #[command(after_help = guide("how-to/what-runs-here.md"))]
     Devices(DevicesArgs),
     /// Show sockets, memory, PCI links, and the distance from each GPU to each NIC
     #[command(after_help = guide("how-to/measure-links.md"))]
@@ -93,7 +93,7 @@ pub(crate) enum CliCommand {
     #[command(after_help = guide("reference/traces.md"))]
     Trace(TraceArgs),
     /// Simulate a trace on a fleet: latencies, hits, cost
-    #[command(after_help = guide("explanation/simulator.md"))]
+    #[command(after_help = guide("how-to/simulate-a-fleet.md"))]
     Simulate(SimulateArgs),
     /// Find the cheapest fleet for a model, a load and objectives
     Plan(PlanArgs),
@@ -113,19 +113,19 @@ pub(crate) enum CliCommand {
     Fleet(crate::fleet::FleetArgs),
     /// Lend a device to an instance of another process, which names it as remote:HOST:PORT
     #[cfg(feature = "fleet")]
-    #[command(after_help = guide("reference/serving.md"))]
+    #[command(after_help = guide("reference/devices.md"))]
     Member(crate::fleet::MemberArgs),
     /// Replay a log of 'serve --events' and compare the decisions, or explain one
-    #[command(after_help = guide("explanation/scheduling.md"))]
+    #[command(after_help = guide("how-to/serve.md"))]
     Replay(ReplayLogArgs),
     /// Complete one prompt on standard output
-    #[command(after_help = guide("reference/serving.md"))]
+    #[command(after_help = guide("how-to/serve.md"))]
     Generate(GenerateArgs),
     /// Measure how fast a model answers, here or at a server, alone or under load
     #[command(after_help = guide("how-to/measure-a-device.md"))]
     Bench(crate::bench::BenchArgs),
     /// Talk with a model in the terminal
-    #[command(after_help = guide("reference/serving.md"))]
+    #[command(after_help = guide("how-to/serve.md"))]
     Chat(crate::chat::ChatArgs),
     /// Use each file of a checkpoint once, under limits: other commands run it before they load a checkpoint
     #[command(hide = true)]
