@@ -8,6 +8,8 @@ mod compare;
 mod connections;
 #[cfg(feature = "fleet")]
 mod deploy;
+#[cfg(all(feature = "fleet", feature = "otlp"))]
+mod docs_pages;
 mod engines;
 #[path = "../../engines/tests/fake.rs"]
 mod fake;
