@@ -156,18 +156,16 @@ def overload():
                 admit,
                 spread([r["goodput_rps"] for r in results], 2),
                 spread([sum(r["rejected"].values()) for r in results], 0),
-                spread([r["dropped"] for r in results], 0),
                 spread([r["prefill_wasted_s"] for r in results], 0),
                 spread([s[0] for s in swung], 3),
-                spread([s[1] for s in swung], 3),
                 spread([s[2] for s in swung], 2),
             ])
-    heads = ["speed-up", "`--admit`", "good requests/s", "turned away", "dropped after prefill"]
-    return table(heads + ["prefill seconds wasted", "swing of prefill", "swing of decode", "together"], rows)
+    heads = ["speed-up", "`--admit`", "good requests/s", "turned away"]
+    return table(heads + ["prefill seconds wasted", "swing of prefill", "together"], rows)
 
 
 def split():
-    shares = [1, 2, 3, 4, 6, 8, 10, 12, 13, 14, 15]
+    shares = [1, 4, 6, 8, 10, 12, 14, 15]
     runs = {}
     for prefill in shares:
         file = fleet("conversation.toml", ("prefill", "count", prefill), ("decode", "count", 16 - prefill))
@@ -206,7 +204,7 @@ def capacity(trace, file, *policies):
 
 def capacities(name, roles, alone):
     """Rows of policies over the traces and divisions of a fleet, and of the best policy on fleets of one kind."""
-    order = ["per-dollar", "least-loaded", "cache-aware", "kvcache-centric", "round-robin", "random"]
+    order = ["per-dollar", "least-loaded", "cache-aware", "kvcache-centric"]
     slo = {AZURE: [], CONVERSATION: [(None, "ttft_s", 10.0), (None, "tbt_s", 0.1)]}
     divided = [(pool, "role", f'"{role}"') for pool, role in roles.items()]
     cells = [
@@ -314,7 +312,7 @@ def replication(trace, rates):
     rows, runs = [], {}
     order = ["cache-aware", "kvcache-centric", "per-dollar"]
     for rate in rates:
-        for budget in [0, 0.5, 2]:
+        for budget in [0, 2]:
             copies = [(None, "replicate_gb_per_s", budget)] if budget else []
             file = fleet("conversation.toml", (None, "nic_gb_per_s", rate), *copies)
             for policy in order:
@@ -322,7 +320,7 @@ def replication(trace, rates):
                 runs[policy, rate, budget] = [simulate(trace, file, "--seed", seed, *options) for seed in SEEDS]
     for policy in order:
         for rate in rates:
-            for budget in [0, 0.5, 2]:
+            for budget in [0, 2]:
                 found = [run.result() for run in runs[policy, rate, budget]]
                 mean = lambda key: statistics.mean(key(r) for r in found)
                 copied = lambda key: f"{mean(lambda r: r['replicated'][key]):.0f}" if budget else ""
@@ -359,16 +357,13 @@ def memory(name, trace, speeds, weights, limit):
             weight,
             spread([100 * r["slo_attainment"] for r in found], 2),
             f"{mean(lambda r: r['slo_attainment'] * r['requests'] / r['usd_rent']):.0f}",
-            f"{mean(lambda r: sum(r['rejected'].values())):.0f}",
-            f"{mean(lambda r: r['preemptions']):.0f}",
-            *(f"{mean(lambda r: r['ttft_s'][at]):.3f}" for at in ("p50", "p90")),
-            *(f"{1e3 * mean(lambda r: r['tbt_s'][at]):.1f}" for at in ("p50", "p90")),
+            f"{mean(lambda r: r['ttft_s']['p90']):.3f}",
         ])
-    heads = ["`--admit`", "speed-up", "`--kv-weight`", "within the SLO, %", "good answers per dollar", "turned away"]
-    return table(heads + ["preempted", "TTFT p50, s", "p90", "TBT p50, ms", "p90"], rows)
+    heads = ["`--admit`", "speed-up", "`--kv-weight`", "within the SLO, %", "good answers per dollar", "TTFT p90, s"]
+    return table(heads, rows)
 
 
-WEIGHTS = [0, 1, 2, 4, 8]
+WEIGHTS = [0, 2, 8]
 
 TABLES = {
     "scheduling-policies": policies,
@@ -378,11 +373,11 @@ TABLES = {
     "capacity-8b": capacity_8b,
     "capacity-70b": capacity_70b,
     "capacity-sources": capacity_sources,
-    "replication-conversation": lambda: replication(CONVERSATION, [3, 10]),
+    "replication-conversation": lambda: replication(CONVERSATION, [10]),
     "replication-agentic": lambda: replication(AGENTIC, [10]),
-    "memory-auto-azure": lambda: memory("memory-auto.toml", AZURE, [2, 5, 7], WEIGHTS, 3000),
-    "memory-auto-conversation": lambda: memory("memory-auto.toml", CONVERSATION, [0.1, 0.4], WEIGHTS, 1500),
-    "memory-split-azure": lambda: memory("memory-split.toml", AZURE, [2, 5], WEIGHTS, 3000),
+    "memory-auto-azure": lambda: memory("memory-auto.toml", AZURE, [7], WEIGHTS, 3000),
+    "memory-auto-conversation": lambda: memory("memory-auto.toml", CONVERSATION, [0.4], WEIGHTS, 1500),
+    "memory-split-azure": lambda: memory("memory-split.toml", AZURE, [5], WEIGHTS, 3000),
 }
 
 
