@@ -2,6 +2,7 @@
 
 mod names;
 mod prints;
+mod results;
 mod size;
 mod unsafe_code;
 
