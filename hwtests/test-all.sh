@@ -14,6 +14,8 @@ packages="$packages etcd-server protobuf-compiler libprotobuf-dev"
 packages="$packages mesa-vulkan-drivers libvulkan1"
 # A BLAS for the example of a backend in C.
 packages="$packages make libopenblas-dev"
+# What the README asks a server with.
+packages="$packages curl"
 # A browser, which looks at the pages that commands write.
 packages="$packages chromium"
 # g++ compiles the CUDA kernels for the CPU; pip fetches NVIDIA's compiler for them.
@@ -84,6 +86,8 @@ step "deployment files"
 hwtests/deploy.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "tests"
 run_tests 2>&1 | tee -a "$log"
+step "commands of the README"
+MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/readme.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "pages in a browser"
 MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/pages.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "engines of others"
