@@ -3,7 +3,8 @@
 
     hwtests/picture.py PAGE FILE.svg            draws the first table of PAGE with a column "gain, %"
     hwtests/picture.py --check PAGE FILE.svg README
-                                                compares FILE.svg with PAGE, and the numbers in README with both
+                                                compares FILE.svg with PAGE, and the numbers in README with PAGE and
+                                                with the result pages beside them
 
 Exit status: 0 done, 1 something differs, 2 usage.
 """
@@ -39,10 +40,16 @@ STYLE = """
 """
 
 
-def cells(page):
+def planned(text):
+    """How many cases were planned, as the page says it."""
+    found = re.search(r"a mix is cheapest in \d+ of (\d+) cells", " ".join(text.split()))
+    return int(found[1]) if found else 0
+
+
+def cells(text):
     """The rows of the first table that has a gain, as dictionaries by column."""
     columns, rows = None, []
-    for line in pathlib.Path(page).read_text().splitlines():
+    for line in text.splitlines():
         parts = [part.strip() for part in line.strip().strip("|").split("|")] if line.startswith("|") else None
         if columns is None:
             columns = parts if parts and "gain, %" in parts else None
@@ -54,7 +61,7 @@ def cells(page):
 
 
 def mixes(rows):
-    """The rows in which a mix is cheapest: (name, gain, error, whether the gain is larger); None: no fleet of one part."""
+    """The rows in which a mix is cheapest: (name, gain, error, whether the gain is larger). None: no rival."""
     found = []
     for row in rows:
         ttft = row["TTFT, TBT, s"].split(",")[0]
@@ -76,12 +83,12 @@ def label(x, y, text, more=""):
     return f'<text class="small" x="{x:.1f}" y="{y}"{more}>{text}</text>'
 
 
-def draw(rows):
+def draw(rows, cases):
     found = mixes(rows)
     bottom = TOP + ROW * len(found)
     height = bottom + 58
-    alone = len(rows) - len(found)
-    said = f"A mix is cheapest in {len(found)} of {len(rows)} planned cases"
+    alone = cases - len(found)
+    said = f"A mix is cheapest in {len(found)} of {cases} planned cases"
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'role="img" aria-label="{said}">',
@@ -108,15 +115,25 @@ def draw(rows):
     return "\n".join([*out, "</svg>", ""])
 
 
-def complaints(rows, svg, readme):
+def complaints(rows, cases, svg, readme):
     found = mixes(rows)
     best = max((row for row in found if row[3]), key=lambda row: row[1])
     text = " ".join(pathlib.Path(readme).read_text().split())
-    if pathlib.Path(svg).read_text() != draw(rows):
+    if pathlib.Path(svg).read_text() != draw(rows, cases):
         yield f"{svg} is not what the table gives: run hwtests/picture.py"
-    for claim in (f"{len(found)} of {len(rows)} planned cases", f"{best[1]} ± {best[2]} %"):
+    for claim in (f"{len(found)} of {cases} planned cases", f"{best[1]} ± {best[2]} %"):
         if claim not in text:
             yield f"{readme} does not say '{claim}'"
+
+
+def measured(readme):
+    """Numbers of the README's tables that the results page beside them does not have."""
+    for line in pathlib.Path(readme).read_text().splitlines():
+        row = re.fullmatch(r"\|[^|]*\|([^|]*)\| \[[^]]*\]\((docs/results/[^)]*)\) \|", line)
+        page = pathlib.Path(readme).parent / row[2] if row else None
+        for number in re.findall(r"\d+(?:[.,]\d+)*", row[1]) if row else []:
+            if not re.search(rf"(?<![\d.,]){re.escape(number)}(?![\d])", page.read_text()):
+                yield f"{readme}: {number} is not on {row[2]}"
 
 
 def main(args):
@@ -125,14 +142,15 @@ def main(args):
         print(__doc__.strip(), file=sys.stderr)
         return 2
     page, svg = args[1:3] if check else args
-    rows = cells(page)
-    if not rows:
-        print(f"picture: {page} has no table with a column 'gain, %'", file=sys.stderr)
+    text = pathlib.Path(page).read_text()
+    rows, cases = cells(text), planned(text)
+    if not rows or not cases:
+        print(f"picture: {page} has no table with a column 'gain, %', or no number of cases", file=sys.stderr)
         return 1
     if not check:
-        pathlib.Path(svg).write_text(draw(rows))
+        pathlib.Path(svg).write_text(draw(rows, cases))
         return 0
-    wrong = list(complaints(rows, svg, args[3]))
+    wrong = [*complaints(rows, cases, svg, args[3]), *measured(args[3])]
     for line in wrong:
         print(f"picture: {line}", file=sys.stderr)
     return 1 if wrong else 0
