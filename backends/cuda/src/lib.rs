@@ -22,7 +22,7 @@ pub mod compile;
 mod device;
 mod driver;
 mod health;
-#[path = "../../portable/kernel_cache.rs"]
+#[path = "../portable/kernel_cache.rs"]
 mod kernel_cache;
 pub mod kernels;
 mod libraries;

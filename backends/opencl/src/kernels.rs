@@ -35,7 +35,7 @@ pub(crate) struct ProgramKey {
 /// Includes a source that several kinds of GPU share.
 macro_rules! portable {
     ($file:literal) => {
-        include_str!(concat!("../../portable/", $file))
+        include_str!(concat!("../portable/", $file))
     };
 }
 

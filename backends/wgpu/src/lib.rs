@@ -32,7 +32,6 @@ mod bindings;
 mod counts;
 mod device;
 mod faults;
-#[path = "../../portable/kernel_cache.rs"]
 mod kernel_cache;
 mod kernels;
 mod memory;

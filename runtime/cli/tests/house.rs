@@ -2,7 +2,7 @@
 
 mod names;
 mod prints;
-mod results;
+mod release;
 mod size;
 mod unsafe_code;
 
@@ -292,6 +292,10 @@ fn sources() -> Vec<(String, String)> {
     while let Some(directory) = directories.pop() {
         for entry in std::fs::read_dir(&directory).expect("a readable directory") {
             let path = entry.expect("a readable entry").path();
+            // a link of a crate to a source that crates share
+            if path.is_symlink() {
+                continue;
+            }
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             if path.is_dir() {
                 if name != "target" && !name.starts_with('.') {

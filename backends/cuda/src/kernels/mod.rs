@@ -6,7 +6,7 @@ use mixfleet_hal::{DType, Scalar};
 /// Includes a source that several kinds of GPU share.
 macro_rules! portable {
     ($file:literal) => {
-        include_str!(concat!("../../../portable/", $file))
+        include_str!(concat!("../../portable/", $file))
     };
 }
 

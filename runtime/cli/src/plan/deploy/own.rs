@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 /// The workers of Kubernetes that others are made after.
-const WORKER: &str = include_str!("../../../../../docs/deploy/kubernetes/worker.yaml");
+const WORKER: &str = include_str!("worker.yaml");
 /// The port of a worker; those of the devices that a host lends follow it.
 const PORT: u32 = 7000;
 

@@ -8,7 +8,7 @@ use serde_json::json;
 use std::fmt::Write as _;
 
 /// The router of Kubernetes, which the gateway is made after.
-const ROUTER: &str = include_str!("../../../../../../docs/deploy/kubernetes/router.yaml");
+const ROUTER: &str = include_str!("router.yaml");
 /// The port of an instance's API; the others follow it as they do on one machine.
 const PORT: u32 = 8000;
 

@@ -1,0 +1,1 @@
+../../portable/kernel_cache.rs
