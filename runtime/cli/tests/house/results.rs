@@ -23,13 +23,13 @@ struct Claimed<'a> {
     code: &'a str,
 }
 
-fn directory() -> PathBuf {
+fn results_directory() -> PathBuf {
     root().join("docs/results")
 }
 
 /// The pages by name without suffix, the table's own apart.
-fn pages() -> Vec<(String, String)> {
-    let entries = std::fs::read_dir(directory()).expect("docs/results");
+fn result_pages() -> Vec<(String, String)> {
+    let entries = std::fs::read_dir(results_directory()).expect("docs/results");
     let paths = entries.map(|entry| entry.expect("a readable entry").path());
     let mut found: Vec<(String, String)> = paths
         .filter(|path| path.extension().is_some_and(|extension| extension == "md"))
@@ -44,14 +44,14 @@ fn pages() -> Vec<(String, String)> {
 }
 
 /// The cells of a line of a table, without the spaces around them.
-fn cells(line: &str) -> Vec<&str> {
+fn table_cells(line: &str) -> Vec<&str> {
     let inner = line.trim().trim_start_matches('|');
     inner.strip_suffix('|').unwrap_or(inner).split('|').map(str::trim).collect()
 }
 
 /// The row in a line of the table of claims, or what is wrong with its form.
-fn parsed(line: &str) -> Result<Claimed<'_>, String> {
-    let [claim, today, command, _machine, date, _limit, page, code] = cells(line)[..] else {
+fn claimed_row(line: &str) -> Result<Claimed<'_>, String> {
+    let [claim, today, command, _machine, date, _limit, page, code] = table_cells(line)[..] else {
         return Err(format!("not eight cells: {line}"));
     };
     let is_date = date.len() == 10 && date.split('-').all(|part| part.parse::<u32>().is_ok());
@@ -68,17 +68,17 @@ fn parsed(line: &str) -> Result<Claimed<'_>, String> {
     }
 }
 
-fn table() -> String {
-    std::fs::read_to_string(directory().join("README.md")).expect("docs/results/README.md")
+fn claims_table() -> String {
+    std::fs::read_to_string(results_directory().join("README.md")).expect("docs/results/README.md")
 }
 
-fn claims(table: &str) -> Vec<Result<Claimed<'_>, String>> {
+fn claimed_rows(table: &str) -> Vec<Result<Claimed<'_>, String>> {
     let rows = table.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| claim |"));
-    rows.map(parsed).collect()
+    rows.map(claimed_row).collect()
 }
 
 /// The numbers of a text as they are written, with their decimal points and separators.
-fn numbers(text: &str) -> BTreeSet<&str> {
+fn written_numbers(text: &str) -> BTreeSet<&str> {
     let parts = text.split(|c: char| !c.is_ascii_digit() && c != '.' && c != ',');
     parts.map(|part| part.trim_matches(['.', ','])).filter(|part| !part.is_empty()).collect()
 }
@@ -86,8 +86,8 @@ fn numbers(text: &str) -> BTreeSet<&str> {
 /// What a page does not say that its row says.
 fn disagreements(row: &Claimed<'_>, page: &str) -> Vec<String> {
     let flat = page.split_whitespace().collect::<Vec<_>>().join(" ");
-    let on_page = numbers(&flat);
-    let mut wrong: Vec<String> = numbers(row.today)
+    let on_page = written_numbers(&flat);
+    let mut wrong: Vec<String> = written_numbers(row.today)
         .into_iter()
         .filter(|number| !on_page.contains(number))
         .map(|number| format!("the number {number}"))
@@ -99,10 +99,10 @@ fn disagreements(row: &Claimed<'_>, page: &str) -> Vec<String> {
 
 #[test]
 fn every_claim_is_what_its_page_says() {
-    let (table, pages) = (table(), pages());
+    let (table, pages) = (claims_table(), result_pages());
     let mut errors = Vec::new();
     let mut without: BTreeSet<&str> = pages.iter().map(|page| page.0.as_str()).collect();
-    for row in claims(&table) {
+    for row in claimed_rows(&table) {
         match row {
             Err(error) => errors.push(error),
             Ok(row) => {
@@ -123,7 +123,7 @@ fn every_claim_is_what_its_page_says() {
 #[test]
 fn claims_that_disagree_with_their_page_are_seen() {
     let line = "| A claim | 1.5 %, 2,000 | `run me` | any | 2026-11-26 | 2 % | [page](page.md) | `src` |";
-    let row = parsed(line).unwrap();
+    let row = claimed_row(line).unwrap();
     assert_eq!(disagreements(&row, "2026-11-26: `run\nme` gives 1.5 % of 2,000."), [""; 0]);
     let wrong = disagreements(&row, "2026-11-27: `run` gives 11.5 % of 2,000.");
     assert_eq!(wrong.len(), 3, "{wrong:?}");
@@ -132,11 +132,11 @@ fn claims_that_disagree_with_their_page_are_seen() {
         "| A claim | 1 | `a` | any | 2026-11-26 | 2 | [page](other.md) | `src` |",
         "| A claim | 1 | `a` | any | 2026-11-26 | 2 | [page](page.md) |",
     ] {
-        assert!(parsed(bad).is_err(), "{bad}");
+        assert!(claimed_row(bad).is_err(), "{bad}");
     }
 }
 
-fn git(arguments: &[&str]) -> Option<String> {
+fn git_output(arguments: &[&str]) -> Option<String> {
     let output = Command::new("git").arg("-C").arg(root()).args(arguments).output().ok()?;
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
@@ -144,13 +144,13 @@ fn git(arguments: &[&str]) -> Option<String> {
 /// Prints rows and fails for none: what has changed need not have changed the number.
 #[test]
 fn claims_older_than_their_code_are_printed() {
-    if git(&["rev-parse", "--is-shallow-repository"]).as_deref() != Some("false") {
+    if git_output(&["rev-parse", "--is-shallow-repository"]).as_deref() != Some("false") {
         eprintln!("SKIPPED: ages of claims: this tree has no git history");
         return;
     }
-    let table = table();
-    for row in claims(&table).into_iter().flatten() {
-        let days = git(&["log", "--format=%cs", "--", row.code]).unwrap_or_default();
+    let table = claims_table();
+    for row in claimed_rows(&table).into_iter().flatten() {
+        let days = git_output(&["log", "--format=%cs", "--", row.code]).unwrap_or_default();
         let later = days.lines().filter(|day| *day > row.date).count();
         match (days.is_empty(), later) {
             (true, _) => eprintln!("SKIPPED: {}: no commit of {} is known", row.claim, row.code),
@@ -175,7 +175,7 @@ fn too_long(page: &str) -> Vec<usize> {
         } else {
             lines + 1
         };
-        let is_wide = is_table && cells(line).iter().any(|cell| cell.chars().count() > CELL_MAX);
+        let is_wide = is_table && table_cells(line).iter().any(|cell| cell.chars().count() > CELL_MAX);
         if is_wide || lines == PARAGRAPH_LINES_MAX + 1 {
             found.push(at + 1);
         }
@@ -185,15 +185,16 @@ fn too_long(page: &str) -> Vec<usize> {
 
 #[test]
 fn pages_of_results_stay_short() {
-    let mut pages = pages();
-    pages.push(("README".to_owned(), table()));
+    let mut pages = result_pages();
+    pages.push(("README".to_owned(), claims_table()));
     let is_word = |word: &&str| word.contains(|c: char| c.is_ascii_alphanumeric());
     let words: usize = pages.iter().map(|page| page.1.split_whitespace().filter(is_word).count()).sum();
     assert!(words <= WORDS_MAX, "docs/results has {words} words: delete what newer results supersede");
-    let long = pages
-        .iter()
-        .flat_map(|(name, text)| too_long(text).into_iter().map(move |line| format!("{name}.md:{line}")));
-    assert_none(&long.collect::<Vec<_>>(), "paragraphs of more than six lines, cells of more than two");
+    let mut long = Vec::new();
+    for page in &pages {
+        long.extend(too_long(&page.1).iter().map(|line| format!("{}.md:{line}", page.0)));
+    }
+    assert_none(&long, "paragraphs of more than six lines, cells of more than two");
     let text = format!("a\n{}\n| {} |\n\nb\n", "b\n".repeat(6), "x".repeat(CELL_MAX + 1));
     assert_eq!(too_long(&text), [7, 9]);
 }
