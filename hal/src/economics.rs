@@ -47,13 +47,13 @@ pub struct Selection {
     /// Whether spot offers count instead of on-demand ones.
     pub spot: bool,
     /// How the offers that count become one price.
-    pub pick: Pick,
+    pub pick: PricePick,
 }
 
 /// How several offers become one price.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Pick {
+pub enum PricePick {
     /// The median over providers of each one's lowest price, so that a provider counts once however many
     /// regions and sizes it lists. Hyperscalers count only if nobody else offers the device, and then with
     /// their lowest price.
@@ -90,13 +90,14 @@ impl Selection {
             .collect();
         let outside: Vec<&Offer> = all.iter().copied().filter(|offer| !is_hyperscaler(offer)).collect();
         let (counted, usd_per_hour, rule) = match self.pick {
-            Pick::Median if !outside.is_empty() => {
+            PricePick::Median if !outside.is_empty() => {
                 let price = median_of_providers(&outside)?;
                 (outside, price, "median of providers")
             }
             _ => {
                 let price = all.iter().map(|offer| offer.price).reduce(UsdPerHour::min)?;
-                let rule = if self.pick == Pick::Least { "least of all" } else { "least; hyperscalers only" };
+                let rule =
+                    if self.pick == PricePick::Least { "least of all" } else { "least; hyperscalers only" };
                 (all, price, rule)
             }
         };

@@ -21,13 +21,13 @@ const BLOCKS_AT_ONCE: usize = 8;
 
 /// The copies of a mapping, which no longer change it once this is dropped.
 #[derive(Debug)]
-pub(crate) struct HugeCopies(Arc<Mapping>);
+pub(crate) struct HugeCopies(Arc<CopiedMapping>);
 
 /// What the copying thread is asked for.
-type Wanted = (Arc<Mapping>, Range<usize>);
+type RangeToCopy = (Arc<CopiedMapping>, Range<usize>);
 
 #[derive(Debug)]
-struct Mapping {
+struct CopiedMapping {
     file: File,
     /// Where the mapping starts in memory.
     start: usize,
@@ -42,14 +42,14 @@ impl HugeCopies {
         let start = map.as_ptr().addr();
         let first = start.next_multiple_of(BLOCK_BYTES);
         let blocks = (start + map.len()).saturating_sub(first) / BLOCK_BYTES;
-        HugeCopies(Arc::new(Mapping { file, start, copied: Mutex::new(vec![false; blocks]) }))
+        HugeCopies(Arc::new(CopiedMapping { file, start, copied: Mutex::new(vec![false; blocks]) }))
     }
 
     /// Has a range copied soon.
     pub(crate) fn copy_soon(&self, range: &Range<usize>) {
-        static COPIER: OnceLock<Option<Mutex<Sender<Wanted>>>> = OnceLock::new();
+        static COPIER: OnceLock<Option<Mutex<Sender<RangeToCopy>>>> = OnceLock::new();
         let copier = COPIER.get_or_init(|| {
-            let (sender, wanted) = mpsc::channel::<Wanted>();
+            let (sender, wanted) = mpsc::channel::<RangeToCopy>();
             let run = move || wanted.iter().for_each(|(mapping, range)| mapping.copy(&range));
             let started = std::thread::Builder::new().name("weights".into()).spawn(run);
             started.is_ok().then_some(Mutex::new(sender))
@@ -86,7 +86,7 @@ impl Drop for HugeCopies {
     }
 }
 
-impl Mapping {
+impl CopiedMapping {
     fn copied(&self) -> MutexGuard<'_, Vec<bool>> {
         self.copied.lock().unwrap_or_else(PoisonError::into_inner)
     }

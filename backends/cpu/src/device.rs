@@ -2,7 +2,7 @@
 
 use crate::health::HealthReader;
 use crate::isa::Isa;
-use crate::memory::{self, Budget, CpuBuffer};
+use crate::memory::{self, CpuBuffer, CpuMemoryBudget};
 use crate::pool::ThreadPool;
 use crate::program::check_sig;
 use crate::queue::CpuQueue;
@@ -89,7 +89,7 @@ fn describe(cores: &[usize], all: bool, isa: Isa) -> DeviceInfo {
 struct CpuDevice {
     info: DeviceInfo,
     health: HealthReader,
-    budget: Arc<Budget>,
+    budget: Arc<CpuMemoryBudget>,
     pool: Arc<ThreadPool>,
 }
 
@@ -98,7 +98,7 @@ impl CpuDevice {
         let info = describe(cores, all, isa);
         // if the memory size is unknown, the system itself will refuse
         let limit = if info.memory.0 > 0.0 { to_u64(info.memory.0) } else { u64::MAX };
-        let budget = Arc::new(Budget { used: AtomicU64::new(0), limit });
+        let budget = Arc::new(CpuMemoryBudget { used: AtomicU64::new(0), limit });
         let health = HealthReader::new("/", cores);
         Ok(CpuDevice { info, health, budget, pool: Arc::new(ThreadPool::new(cores, isa)?) })
     }

@@ -14,27 +14,27 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicUsize, Ordering}
 /// A mapping that the handler knows; about 40 bytes per mapped file, never freed since the handler may be
 /// reading it.
 #[derive(Debug)]
-struct Watched {
+struct WatchedMapping {
     start: usize,
     /// One past the last byte; zero once the mapping is gone.
     end: AtomicUsize,
     lost: AtomicBool,
-    next: *const Watched,
+    next: *const WatchedMapping,
 }
 
 // SAFETY: `next` is set before the node is shared, never changes, and points to a node that is never freed.
-unsafe impl Send for Watched {}
+unsafe impl Send for WatchedMapping {}
 // SAFETY: as above.
-unsafe impl Sync for Watched {}
+unsafe impl Sync for WatchedMapping {}
 
-static FIRST: AtomicPtr<Watched> = AtomicPtr::new(ptr::null_mut());
+static FIRST: AtomicPtr<WatchedMapping> = AtomicPtr::new(ptr::null_mut());
 static PAGE_BYTES: AtomicUsize = AtomicUsize::new(0);
 static BEFORE_HANDLER: AtomicUsize = AtomicUsize::new(libc::SIG_DFL);
 static BEFORE_FLAGS: AtomicI32 = AtomicI32::new(0);
 
 /// Protects the process while a mapping may lose its bytes.
 #[derive(Debug)]
-pub(crate) struct MappedFileWatch(&'static Watched);
+pub(crate) struct MappedFileWatch(&'static WatchedMapping);
 
 impl MappedFileWatch {
     /// Watches a private, read-only mapping of a file until dropped.
@@ -42,7 +42,7 @@ impl MappedFileWatch {
         static INSTALLED: Once = Once::new();
         INSTALLED.call_once(install);
         let start = mapping.as_ptr() as usize;
-        let node: &'static mut Watched = Box::leak(Box::new(Watched {
+        let node: &'static mut WatchedMapping = Box::leak(Box::new(WatchedMapping {
             start,
             end: AtomicUsize::new(start + mapping.len()),
             lost: AtomicBool::new(false),
@@ -102,7 +102,7 @@ extern "C" fn on_bus_error(signal: i32, info: *mut libc::siginfo_t, context: *mu
 
 /// Maps zeros over the lost bytes if `address` is in a watched mapping.
 fn replace(address: usize) -> bool {
-    let mut at: *const Watched = FIRST.load(Ordering::Acquire);
+    let mut at: *const WatchedMapping = FIRST.load(Ordering::Acquire);
     // SAFETY: nodes are whole before they are linked, and never freed.
     while let Some(node) = unsafe { at.as_ref() } {
         let end = node.end.load(Ordering::SeqCst);

@@ -1,6 +1,6 @@
 //! Buffers: anonymous host memory, or imported host memory.
 
-use crate::kernels::Span;
+use crate::kernels::OperandSpan;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{BatchMemory, Buffer, Error, ErrorKind, HostMemory, Result, Slice};
 use std::any::Any;
@@ -10,15 +10,15 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 /// The memory budget of a device: bytes in use, and their limit.
 #[derive(Debug)]
-pub(crate) struct Budget {
+pub(crate) struct CpuMemoryBudget {
     pub(crate) used: AtomicU64,
     pub(crate) limit: u64,
 }
 
 /// The storage of a buffer.
-enum Storage {
+enum CpuStorage {
     /// Anonymous zeroed pages; freed with the buffer.
-    Owned { map: memmap2::MmapMut, budget: Arc<Budget>, charged: u64 },
+    Owned { map: memmap2::MmapMut, budget: Arc<CpuMemoryBudget>, charged: u64 },
     /// Imported memory, which is read-only.
     Imported(Arc<dyn HostMemory>),
 }
@@ -29,7 +29,7 @@ pub(crate) struct CpuBuffer {
     pub(crate) lock: RwLock<()>,
     start: *mut u8,
     bytes: u64,
-    storage: Storage,
+    storage: CpuStorage,
 }
 
 // SAFETY: the bytes behind `start` are only touched under `lock`, and never written if imported.
@@ -55,7 +55,7 @@ impl Buffer for CpuBuffer {
 
 impl CpuBuffer {
     /// Allocates zeroed memory, charged to `budget` until it is dropped.
-    pub(crate) fn owned(bytes: u64, budget: &Arc<Budget>) -> Result<Self> {
+    pub(crate) fn owned(bytes: u64, budget: &Arc<CpuMemoryBudget>) -> Result<Self> {
         let full = |used: u64| {
             let message = format!(
                 "cpu: {bytes} bytes wanted, {used} of {} in use: use a smaller KV budget or model",
@@ -80,7 +80,7 @@ impl CpuBuffer {
             let _ = map.advise(memmap2::Advice::HugePage);
         }
         let start = map.as_mut_ptr();
-        let storage = Storage::Owned { map, budget: budget.clone(), charged: bytes };
+        let storage = CpuStorage::Owned { map, budget: budget.clone(), charged: bytes };
         Ok(CpuBuffer { lock: RwLock::new(()), start, bytes, storage })
     }
 
@@ -88,12 +88,12 @@ impl CpuBuffer {
     pub(crate) fn imported(memory: Arc<dyn HostMemory>) -> Self {
         let bytes = memory.as_bytes();
         let (start, bytes) = (bytes.as_ptr().cast_mut(), bytes.len() as u64);
-        CpuBuffer { lock: RwLock::new(()), start, bytes, storage: Storage::Imported(memory) }
+        CpuBuffer { lock: RwLock::new(()), start, bytes, storage: CpuStorage::Imported(memory) }
     }
 
     /// Whether commands may only read the buffer.
     pub(crate) fn is_read_only(&self) -> bool {
-        matches!(self.storage, Storage::Imported(_))
+        matches!(self.storage, CpuStorage::Imported(_))
     }
 
     /// Checks that imported memory is unchanged.
@@ -102,25 +102,25 @@ impl CpuBuffer {
     /// As for [`HostMemory::check`].
     pub(crate) fn check(&self) -> Result<()> {
         match &self.storage {
-            Storage::Owned { .. } => Ok(()),
-            Storage::Imported(memory) => memory.check(),
+            CpuStorage::Owned { .. } => Ok(()),
+            CpuStorage::Imported(memory) => memory.check(),
         }
     }
 
     /// Returns the bytes of a slice of this buffer, which must lie inside it.
-    pub(crate) fn span(&self, slice: &Slice) -> Span {
-        Span { start: self.start.wrapping_add(to_usize(slice.offset)), bytes: to_usize(slice.bytes) }
+    pub(crate) fn span(&self, slice: &Slice) -> OperandSpan {
+        OperandSpan { start: self.start.wrapping_add(to_usize(slice.offset)), bytes: to_usize(slice.bytes) }
     }
 }
 
 impl Drop for CpuBuffer {
     fn drop(&mut self) {
         match &self.storage {
-            Storage::Owned { map, budget, charged } => {
+            CpuStorage::Owned { map, budget, charged } => {
                 debug_assert!(map.len() as u64 >= self.bytes);
                 budget.used.fetch_sub(*charged, Ordering::Relaxed);
             }
-            Storage::Imported(memory) => debug_assert!(memory.as_bytes().len() as u64 == self.bytes),
+            CpuStorage::Imported(memory) => debug_assert!(memory.as_bytes().len() as u64 == self.bytes),
         }
     }
 }

@@ -4,10 +4,10 @@
 //! steps and meet at its barriers; then the leader settles the ticket.
 
 use crate::isa::Isa;
-use crate::kernels::{self, Scratch, Worker};
+use crate::kernels::{self, AlignedScratch, KernelWorker};
 use crate::memory::AtMeeting;
 use crate::program::CpuProgram;
-use crate::queue::Timeline;
+use crate::queue::CpuQueueTimeline;
 use crate::sync::{Barrier, Epoch};
 use crate::topology;
 use mixfleet_hal::{Error, ErrorKind, HostMemory, MeetingSeat, Result};
@@ -21,7 +21,7 @@ use std::time::Instant;
 /// A batch to run, with its ticket, and the meeting to go to afterwards.
 pub(crate) struct ThreadJob {
     pub(crate) program: Arc<CpuProgram>,
-    pub(crate) timeline: Arc<Timeline>,
+    pub(crate) timeline: Arc<CpuQueueTimeline>,
     pub(crate) ticket: u64,
     pub(crate) seat: Option<MeetingSeat>,
 }
@@ -45,7 +45,7 @@ impl ThreadJob {
 }
 
 /// One run of a program, visible to all workers.
-struct Run {
+struct ProgramRun {
     program: Arc<CpuProgram>,
     claims: Vec<AtomicUsize>,
     shared: SharedScratch,
@@ -62,7 +62,7 @@ unsafe impl Send for SharedScratch {}
 unsafe impl Sync for SharedScratch {}
 
 /// State shared by the workers of a device.
-struct Shared {
+struct WorkerPoolState {
     isa: Isa,
     workers: usize,
     jobs: Mutex<Jobs>,
@@ -70,13 +70,13 @@ struct Shared {
     wake: Condvar,
     /// Signals the other workers; advances once per run, and to end them.
     call: Epoch,
-    current: Mutex<Option<Arc<Run>>>,
+    current: Mutex<Option<Arc<ProgramRun>>>,
     barrier: Barrier,
     /// Imported host memory that the device's buffers use in place.
     imports: Mutex<Vec<Weak<dyn HostMemory>>>,
 }
 
-impl Shared {
+impl WorkerPoolState {
     /// Checks that everything the batch read, or later ones may read, is unchanged. A device that has lost
     /// its weights is useless for any batch, so it fails as a whole until its imports are dropped.
     fn check(&self, program: &CpuProgram) -> Result<()> {
@@ -95,7 +95,7 @@ struct Jobs {
 
 /// The threads, which end on drop, after the submitted jobs.
 pub(crate) struct ThreadPool {
-    shared: Arc<Shared>,
+    shared: Arc<WorkerPoolState>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -109,7 +109,7 @@ impl ThreadPool {
     /// # Errors
     /// `Other` if the system refuses a thread.
     pub(crate) fn new(cores: &[usize], isa: Isa) -> Result<Self> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(WorkerPoolState {
             isa,
             workers: cores.len(),
             jobs: Mutex::default(),
@@ -173,8 +173,8 @@ impl Drop for ThreadPool {
 }
 
 /// Runs the first worker, which takes jobs until the pool is closed and none is left.
-fn lead(shared: &Shared) {
-    let (mut scratch, mut common) = (Scratch::default(), Scratch::default());
+fn lead(shared: &WorkerPoolState) {
+    let (mut scratch, mut common) = (AlignedScratch::default(), AlignedScratch::default());
     loop {
         let job = {
             let mut jobs = lock(&shared.jobs);
@@ -207,12 +207,12 @@ fn lead(shared: &Shared) {
 
 /// Runs one batch on all workers and returns the seconds that it took.
 fn run_job(
-    shared: &Shared,
+    shared: &WorkerPoolState,
     program: &Arc<CpuProgram>,
-    scratch: &mut Scratch,
-    common: &mut Scratch,
+    scratch: &mut AlignedScratch,
+    common: &mut AlignedScratch,
 ) -> Result<f64> {
-    let run = Arc::new(Run {
+    let run = Arc::new(ProgramRun {
         program: program.clone(),
         claims: program.steps.iter().map(|_| AtomicUsize::new(0)).collect(),
         shared: SharedScratch(common.words(program.shared_words)),
@@ -240,8 +240,8 @@ fn run_job(
 }
 
 /// Runs any other worker: one run per call.
-fn follow(shared: &Shared, index: usize) {
-    let mut scratch = Scratch::default();
+fn follow(shared: &WorkerPoolState, index: usize) {
+    let mut scratch = AlignedScratch::default();
     let mut seen = 0;
     loop {
         shared.call.wait_past(seen);
@@ -256,7 +256,7 @@ fn follow(shared: &Shared, index: usize) {
 }
 
 /// Executes one worker's share of every step.
-fn walk(shared: &Shared, run: &Run, index: usize, scratch: &mut Scratch) {
+fn walk(shared: &WorkerPoolState, run: &ProgramRun, index: usize, scratch: &mut AlignedScratch) {
     for at in 0..run.program.steps.len() {
         let step = &run.program.steps[at];
         if step.barrier {
@@ -271,21 +271,21 @@ fn walk(shared: &Shared, run: &Run, index: usize, scratch: &mut Scratch) {
 }
 
 /// Executes all steps on the leader alone.
-fn walk_alone(shared: &Shared, run: &Run, scratch: &mut Scratch) {
+fn walk_alone(shared: &WorkerPoolState, run: &ProgramRun, scratch: &mut AlignedScratch) {
     for at in 0..run.program.steps.len() {
         run.step(at, shared.isa, (0, 1), scratch);
     }
 }
 
-impl Run {
+impl ProgramRun {
     /// Runs a share of one step, unless the run has failed. A failure or panic becomes the run's error.
-    fn step(&self, at: usize, isa: Isa, (index, count): (usize, usize), scratch: &mut Scratch) {
+    fn step(&self, at: usize, isa: Isa, (index, count): (usize, usize), scratch: &mut AlignedScratch) {
         if self.failed.load(Ordering::Relaxed) {
             return;
         }
         let step = &self.program.steps[at];
         let mut worker =
-            Worker { index, count, isa, scratch, shared: self.shared.0, claims: &self.claims[at] };
+            KernelWorker { index, count, isa, scratch, shared: self.shared.0, claims: &self.claims[at] };
         let args = &step.args;
         // SAFETY: `Program::new` resolved the operands of a checked command; the leader holds the locks
         // of their buffers and sized the shared scratch; barriers separate steps that conflict.
@@ -305,22 +305,22 @@ impl Run {
 
 /// The locks of a program's buffers.
 #[allow(dead_code, reason = "held for their drop")]
-enum Guard<'a> {
+enum BufferLock<'a> {
     Read(RwLockReadGuard<'a, ()>),
     Write(RwLockWriteGuard<'a, ()>),
 }
 
 #[allow(dead_code, reason = "held for their drop")]
-struct Guards<'a>(Vec<Guard<'a>>);
+struct Guards<'a>(Vec<BufferLock<'a>>);
 
 impl<'a> Guards<'a> {
     /// Takes all locks in an order common to all programs, which prevents deadlock.
     fn lock(program: &'a CpuProgram) -> Self {
         let take = |(buffer, write): (&'a crate::memory::CpuBuffer, bool)| {
             if write {
-                Guard::Write(buffer.lock.write().unwrap_or_else(PoisonError::into_inner))
+                BufferLock::Write(buffer.lock.write().unwrap_or_else(PoisonError::into_inner))
             } else {
-                Guard::Read(buffer.lock.read().unwrap_or_else(PoisonError::into_inner))
+                BufferLock::Read(buffer.lock.read().unwrap_or_else(PoisonError::into_inner))
             }
         };
         Guards(program.buffers().map(take).collect())

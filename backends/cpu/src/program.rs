@@ -6,7 +6,7 @@
 
 use crate::isa::Isa;
 use crate::kernels::gemm::PackedForm;
-use crate::kernels::{self, Phase, Span};
+use crate::kernels::{self, KernelPhase, OperandSpan};
 use crate::memory::{CpuBuffer, buffer_of};
 use mixfleet_hal::{Buffer, Cmd, DType, Error, KvShape, MatrixKind, OpSig, OperandAccess, Result, Slice};
 use std::sync::Arc;
@@ -24,8 +24,8 @@ const SOLO_FLOPS: f64 = 100e3;
 #[derive(Debug)]
 pub(crate) struct ProgramStep {
     pub(crate) sig: OpSig,
-    pub(crate) args: [Span; OPERANDS_MAX],
-    pub(crate) phase: Phase,
+    pub(crate) args: [OperandSpan; OPERANDS_MAX],
+    pub(crate) phase: KernelPhase,
     /// Whether all workers meet before this step.
     pub(crate) barrier: bool,
     /// Whether only the first worker runs it.
@@ -45,14 +45,14 @@ pub(crate) struct CpuProgram {
 /// A memory access of a step since the last barrier.
 #[derive(Clone, Copy)]
 struct Touch {
-    what: Place,
+    what: TouchedPlace,
     write: bool,
     solo: bool,
 }
 
 #[derive(Clone, Copy)]
-enum Place {
-    Memory(Span),
+enum TouchedPlace {
+    Memory(OperandSpan),
     /// The workers' shared scratch.
     Shared,
 }
@@ -60,8 +60,8 @@ enum Place {
 impl Touch {
     fn conflicts(&self, other: &Touch) -> bool {
         let same = match (self.what, other.what) {
-            (Place::Memory(a), Place::Memory(b)) => a.overlaps(b),
-            (Place::Shared, Place::Shared) => true,
+            (TouchedPlace::Memory(a), TouchedPlace::Memory(b)) => a.overlaps(b),
+            (TouchedPlace::Shared, TouchedPlace::Shared) => true,
             _ => false,
         };
         same && (self.write || other.write) && !(self.solo && other.solo)
@@ -69,15 +69,15 @@ impl Touch {
 }
 
 /// The `x` that is packed in shared scratch, and its form.
-type Packed = (usize, usize, DType, PackedForm);
+type PackedOperand = (usize, usize, DType, PackedForm);
 
 /// Collects steps and determines where barriers are needed.
-struct Builder {
+struct CpuProgramBuilder {
     isa: Isa,
     workers: usize,
     steps: Vec<ProgramStep>,
     touched: Vec<Touch>,
-    packed: Option<(Span, Packed)>,
+    packed: Option<(OperandSpan, PackedOperand)>,
     shared_words: usize,
 }
 
@@ -88,11 +88,11 @@ impl CpuProgram {
     /// `Invalid` for another backend's buffer, a written import, or a zero dimension where none is allowed.
     pub(crate) fn new(cmds: &[Cmd], isa: Isa, workers: usize) -> Result<Self> {
         let (steps, touched) = (Vec::with_capacity(cmds.len()), Vec::new());
-        let mut builder = Builder { isa, workers, steps, touched, packed: None, shared_words: 0 };
+        let mut builder = CpuProgramBuilder { isa, workers, steps, touched, packed: None, shared_words: 0 };
         let mut buffers: Vec<(Arc<dyn Buffer>, bool)> = Vec::new();
         for cmd in cmds {
             check_sig(cmd.sig())?;
-            let mut args = [Span::EMPTY; OPERANDS_MAX];
+            let mut args = [OperandSpan::EMPTY; OPERANDS_MAX];
             let mut access = [OperandAccess::Read; OPERANDS_MAX];
             for (i, (operand, slice)) in cmd.sig().operands().iter().zip(cmd.args()).enumerate() {
                 let write = operand.access != OperandAccess::Read;
@@ -114,7 +114,7 @@ impl CpuProgram {
 }
 
 /// Resolves the memory of an operand.
-fn resolve(slice: &Slice, write: bool) -> Result<Span> {
+fn resolve(slice: &Slice, write: bool) -> Result<OperandSpan> {
     let buffer = buffer_of(slice)?;
     if write && buffer.is_read_only() {
         return Err(Error::invalid("imported host memory is read-only; write to a buffer of `alloc`"));
@@ -168,11 +168,11 @@ pub(crate) fn check_sig(sig: &OpSig) -> Result<()> {
     Ok(())
 }
 
-impl Builder {
-    fn command(&mut self, sig: &OpSig, args: &[Span; OPERANDS_MAX], access: &[OperandAccess]) {
+impl CpuProgramBuilder {
+    fn command(&mut self, sig: &OpSig, args: &[OperandSpan; OPERANDS_MAX], access: &[OperandAccess]) {
         let (phases, words) = kernels::phases(sig, &args[..access.len()], self.isa, self.workers);
         self.shared_words = self.shared_words.max(words);
-        let whole = phases == [Phase::Whole];
+        let whole = phases == [KernelPhase::Whole];
         // sorting comes after a barrier, whatever its size
         let is_route = matches!(sig, OpSig::Route { .. });
         let is_grouped = matches!(sig, OpSig::GroupedGemm { .. });
@@ -180,25 +180,26 @@ impl Builder {
             || (whole && is_route)
             || (whole && sig.bytes() < SOLO_BYTES && sig.flops() < SOLO_FLOPS);
         for &phase in phases {
-            if phase == Phase::PackX && self.is_packed(sig, args[0]) {
+            if phase == KernelPhase::PackX && self.is_packed(sig, args[0]) {
                 continue;
             }
             let mut touches: Vec<Touch> = Vec::with_capacity(access.len() + 1);
             for (i, kind) in access.iter().enumerate() {
                 if touches_operand(phase, (i, access.len()), *kind, is_grouped) {
                     touches.push(Touch {
-                        what: Place::Memory(args[i]),
+                        what: TouchedPlace::Memory(args[i]),
                         write: *kind != OperandAccess::Read,
                         solo,
                     });
                 }
             }
-            if !matches!(phase, Phase::Whole | Phase::Choose | Phase::Sort) {
-                let write = matches!(phase, Phase::PackX | Phase::Chunks);
-                touches.push(Touch { what: Place::Shared, write, solo });
+            if !matches!(phase, KernelPhase::Whole | KernelPhase::Choose | KernelPhase::Sort) {
+                let write = matches!(phase, KernelPhase::PackX | KernelPhase::Chunks);
+                touches.push(Touch { what: TouchedPlace::Shared, write, solo });
                 if write {
-                    self.packed =
-                        packed_form(sig, self.isa).filter(|_| phase == Phase::PackX).map(|p| (args[0], p));
+                    self.packed = packed_form(sig, self.isa)
+                        .filter(|_| phase == KernelPhase::PackX)
+                        .map(|p| (args[0], p));
                 }
             }
             self.push(ProgramStep { sig: *sig, args: *args, phase, barrier: false, solo }, &touches);
@@ -213,7 +214,9 @@ impl Builder {
         self.touched.extend(touches);
         // packed data is stale once its source is written
         let stale = self.packed.is_some_and(|(x, _)| {
-            touches.iter().any(|t| t.write && matches!(t.what, Place::Memory(span) if span.overlaps(x)))
+            touches
+                .iter()
+                .any(|t| t.write && matches!(t.what, TouchedPlace::Memory(span) if span.overlaps(x)))
         });
         if stale {
             self.packed = None;
@@ -222,7 +225,7 @@ impl Builder {
     }
 
     /// Whether shared scratch already holds this Gemm's `x`; q, k and v share one packing.
-    fn is_packed(&self, sig: &OpSig, x: Span) -> bool {
+    fn is_packed(&self, sig: &OpSig, x: OperandSpan) -> bool {
         self.packed.is_some_and(|(span, form)| {
             span.start == x.start && span.bytes == x.bytes && packed_form(sig, self.isa) == Some(form)
         })
@@ -231,27 +234,27 @@ impl Builder {
 
 /// Whether a phase accesses operand `index`.
 fn touches_operand(
-    phase: Phase,
+    phase: KernelPhase,
     (index, count): (usize, usize),
     access: OperandAccess,
     is_grouped: bool,
 ) -> bool {
     match phase {
-        Phase::Whole => true,
-        Phase::Choose => index + 2 < count,
-        Phase::Sort => index + 2 >= count || index + 4 == count,
+        KernelPhase::Whole => true,
+        KernelPhase::Choose => index + 2 < count,
+        KernelPhase::Sort => index + 2 >= count || index + 4 == count,
         // the choices of experts say which rows; experts of few rows read `x` as it is
-        Phase::PackX if is_grouped => access == OperandAccess::Read,
-        Phase::MultiplyPacked if is_grouped => true,
-        Phase::PackX => index == 0,
-        Phase::MultiplyPacked => index != 0,
-        Phase::Chunks => access == OperandAccess::Read,
-        Phase::Sums => index == 1 || access != OperandAccess::Read,
+        KernelPhase::PackX if is_grouped => access == OperandAccess::Read,
+        KernelPhase::MultiplyPacked if is_grouped => true,
+        KernelPhase::PackX => index == 0,
+        KernelPhase::MultiplyPacked => index != 0,
+        KernelPhase::Chunks => access == OperandAccess::Read,
+        KernelPhase::Sums => index == 1 || access != OperandAccess::Read,
     }
 }
 
 /// Returns what determines the bytes of packed `x` besides `x` itself.
-fn packed_form(sig: &OpSig, isa: Isa) -> Option<Packed> {
+fn packed_form(sig: &OpSig, isa: Isa) -> Option<PackedOperand> {
     let shape = kernels::gemm_shape(sig)?;
     Some((shape.m, shape.k, shape.x, shape.packed_form(isa)?))
 }

@@ -16,13 +16,13 @@ const TIMES_KEPT: usize = 1 << 16;
 
 /// The history of one queue.
 #[derive(Debug, Default)]
-pub(crate) struct Timeline {
-    state: Mutex<State>,
+pub(crate) struct CpuQueueTimeline {
+    state: Mutex<CpuQueueProgress>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct CpuQueueProgress {
     /// Number of completed batches, including failed ones.
     done: u64,
     /// Seconds of the last `TIMES_KEPT` of them.
@@ -33,8 +33,8 @@ struct State {
     awaited: Option<u64>,
 }
 
-impl Timeline {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl CpuQueueTimeline {
+    fn state(&self) -> MutexGuard<'_, CpuQueueProgress> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -101,14 +101,14 @@ impl Timeline {
 /// A queue of one device.
 pub(crate) struct CpuQueue {
     pool: Arc<ThreadPool>,
-    timeline: Arc<Timeline>,
+    timeline: Arc<CpuQueueTimeline>,
     submitted: u64,
 }
 
 /// A recorded batch of one queue.
 struct CpuGraph {
     program: Arc<CpuProgram>,
-    timeline: Arc<Timeline>,
+    timeline: Arc<CpuQueueTimeline>,
 }
 
 impl Graph for CpuGraph {

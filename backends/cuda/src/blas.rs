@@ -2,7 +2,7 @@
 //! [n, m] = weight [n, k] . x^T [k, m]`, where reading each of our matrices by columns transposes it for
 //! free.
 
-use crate::driver::Context;
+use crate::driver::CudaContext;
 use crate::plan::Matmul;
 use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys::{self, cublasLtMatmulDescAttributes_t as Desc};
@@ -22,7 +22,7 @@ const REDUCTION_IN_COMPUTE_TYPE: u32 = 2;
 
 /// The cache key of an algorithm: the product without its addresses, but with their alignment.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct Key {
+struct MatmulKey {
     shape: (u32, u32, u32),
     dtypes: (DType, DType),
     bias: bool,
@@ -31,11 +31,11 @@ struct Key {
     alignment: [u32; 3],
 }
 
-impl Key {
-    fn of(product: &Matmul) -> Key {
+impl MatmulKey {
+    fn of(product: &Matmul) -> MatmulKey {
         let alignment =
             [product.weight, product.x, product.out].map(|address| 1 << (address | 256).trailing_zeros());
-        Key {
+        MatmulKey {
             shape: product.shape,
             dtypes: (product.dtype, product.out_dtype),
             bias: product.bias.is_some(),
@@ -67,18 +67,18 @@ fn data_type(dtype: DType) -> Result<DataType> {
 }
 
 /// A column-major matrix layout.
-struct Layout(sys::cublasLtMatrixLayout_t);
+struct MatrixLayout(sys::cublasLtMatrixLayout_t);
 
-impl Layout {
+impl MatrixLayout {
     /// Creates a layout with `rows` as the leading dimension.
-    fn new(dtype: DType, rows: u32, columns: u32) -> Result<Layout> {
+    fn new(dtype: DType, rows: u32, columns: u32) -> Result<MatrixLayout> {
         let created =
             result::create_matrix_layout(data_type(dtype)?, rows.into(), columns.into(), rows.into());
-        created.map(Layout).map_err(|e| failure("a layout", e))
+        created.map(MatrixLayout).map_err(|e| failure("a layout", e))
     }
 }
 
-impl Drop for Layout {
+impl Drop for MatrixLayout {
     fn drop(&mut self) {
         // SAFETY: created once in `new`.
         let _ = unsafe { result::destroy_matrix_layout(self.0) };
@@ -126,18 +126,18 @@ impl Drop for Preferences {
 /// A product with its algorithm.
 struct Prepared {
     description: Description,
-    weight: Layout,
-    x: Layout,
-    out: Layout,
+    weight: MatrixLayout,
+    x: MatrixLayout,
+    out: MatrixLayout,
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
 /// cuBLASLt on one device, with the chosen algorithms.
 pub(crate) struct Blas {
-    context: Arc<Context>,
+    context: Arc<CudaContext>,
     handle: sys::cublasLtHandle_t,
     /// The algorithms, or why there is none: what failed is not asked for again.
-    prepared: Mutex<HashMap<Key, std::result::Result<Prepared, Error>>>,
+    prepared: Mutex<HashMap<MatmulKey, std::result::Result<Prepared, Error>>>,
 }
 
 // SAFETY: the handle may be used by any thread that bound the context; descriptions are changed under the
@@ -147,7 +147,7 @@ unsafe impl Send for Blas {}
 unsafe impl Sync for Blas {}
 
 impl Blas {
-    pub(crate) fn new(context: &Arc<Context>) -> Result<Blas> {
+    pub(crate) fn new(context: &Arc<CudaContext>) -> Result<Blas> {
         context.bind()?;
         let handle = result::create_handle().map_err(|e| failure("cublasLtCreate", e))?;
         Ok(Blas { context: context.clone(), handle, prepared: Mutex::default() })
@@ -159,7 +159,7 @@ impl Blas {
     /// # Errors
     /// `Unsupported` if cuBLASLt has none, or what else it said at the first time.
     pub(crate) fn prepare(&self, product: &Matmul) -> Result<()> {
-        let key = Key::of(product);
+        let key = MatmulKey::of(product);
         let mut prepared = self.prepared.lock().unwrap_or_else(PoisonError::into_inner);
         let chosen = prepared.entry(key).or_insert_with(|| {
             self.choose(product, &key).inspect_err(|error| {
@@ -170,7 +170,7 @@ impl Blas {
         chosen.as_ref().map(|_| ()).map_err(Error::clone)
     }
 
-    fn choose(&self, product: &Matmul, key: &Key) -> Result<Prepared> {
+    fn choose(&self, product: &Matmul, key: &MatmulKey) -> Result<Prepared> {
         let (m, n, k) = product.shape;
         let (compute, scale) = (sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, DataType::CUDA_R_32F);
         let description = result::create_matmul_desc(compute, scale)
@@ -184,9 +184,9 @@ impl Blas {
                 .set(Desc::CUBLASLT_MATMUL_DESC_EPILOGUE, &sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS)?;
             description.set(Desc::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
         }
-        let weight = Layout::new(product.dtype, k, n)?;
-        let x = Layout::new(product.dtype, k, m)?;
-        let out = Layout::new(product.out_dtype, n, m)?;
+        let weight = MatrixLayout::new(product.dtype, k, n)?;
+        let x = MatrixLayout::new(product.dtype, k, m)?;
+        let out = MatrixLayout::new(product.out_dtype, n, m)?;
         let preferences = result::create_matmul_pref()
             .map(Preferences)
             .map_err(|e| failure("cublasLtMatmulPreferenceCreate", e))?;
@@ -223,7 +223,7 @@ impl Blas {
     pub(crate) fn run(&self, product: &Matmul, stream: CUstream, workspace: u64) -> Result<()> {
         self.prepare(product)?;
         let prepared = self.prepared.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(Ok(chosen)) = prepared.get(&Key::of(product)) else {
+        let Some(Ok(chosen)) = prepared.get(&MatmulKey::of(product)) else {
             return Err(Error::new(ErrorKind::Other, "cuda: a product that was not prepared"));
         };
         if let Some(bias) = product.bias {
@@ -282,10 +282,10 @@ mod tests {
             out: 0x3000,
             accumulate: false,
         };
-        assert_eq!(Key::of(&product).alignment, [256; 3]);
+        assert_eq!(MatmulKey::of(&product).alignment, [256; 3]);
         let elsewhere = Matmul { x: 0x7F00, weight: 0x8100, ..product };
-        assert!(Key::of(&product) == Key::of(&elsewhere));
+        assert!(MatmulKey::of(&product) == MatmulKey::of(&elsewhere));
         let odd = Matmul { x: 0x1010, ..product };
-        assert_eq!(Key::of(&odd).alignment, [256, 16, 256]);
+        assert_eq!(MatmulKey::of(&odd).alignment, [256, 16, 256]);
     }
 }

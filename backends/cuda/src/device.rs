@@ -2,11 +2,11 @@
 
 use crate::blas::Blas;
 use crate::compile::{self, Architecture};
-use crate::driver::{At, Context, EventPool, Function, Module, can_reach};
+use crate::driver::{At, CudaContext, EventPool, Function, Module, can_reach};
 use crate::health::Monitor;
 use crate::kernels::{DEVICE, KernelProgram};
 use crate::libraries::{Library, guarded};
-use crate::memory::{Memory, Transfers};
+use crate::memory::{CudaMemory, Transfers};
 use crate::pinned;
 use crate::plan::{self, DeviceRange, KernelLaunch, PlanTarget};
 use crate::queue::CudaQueue;
@@ -170,8 +170,8 @@ struct Functions {
 }
 
 /// State shared by a device and its queues.
-pub(crate) struct Shared {
-    pub(crate) context: Arc<Context>,
+pub(crate) struct CudaDeviceState {
+    pub(crate) context: Arc<CudaContext>,
     pub(crate) blas: Option<Blas>,
     pub(crate) target: PlanTarget,
     pub(crate) events: Arc<EventPool>,
@@ -180,12 +180,12 @@ pub(crate) struct Shared {
     /// Kinds of products and attention whose slowness was logged.
     pub(crate) told_slow: Mutex<HashSet<String>>,
     /// Contexts of other devices whose memory streams here may write to.
-    peers: Mutex<Vec<Weak<Context>>>,
+    peers: Mutex<Vec<Weak<CudaContext>>>,
     /// The failure after which every call fails.
     lost: OnceLock<Error>,
 }
 
-impl Shared {
+impl CudaDeviceState {
     /// Returns the kernel of a launch, which is compiled, loaded and looked up on first use.
     pub(crate) fn function(&self, launch: &KernelLaunch) -> Result<Arc<Function>> {
         let KernelLaunch { program, kernel, shared_bytes, .. } = launch;
@@ -220,13 +220,13 @@ impl Shared {
     }
 
     /// Whether streams here may write to memory of `peer`.
-    pub(crate) fn has_peer(&self, peer: &Arc<Context>) -> bool {
+    pub(crate) fn has_peer(&self, peer: &Arc<CudaContext>) -> bool {
         let peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
         peers.iter().any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(peer)))
     }
 
     /// Lets streams here write to memory of `peer`; false where they cannot.
-    fn reach(&self, peer: &Arc<Context>) -> Result<bool> {
+    fn reach(&self, peer: &Arc<CudaContext>) -> Result<bool> {
         self.enter()?;
         let reached = self.context.reach(peer)?;
         if reached && !self.has_peer(peer) {
@@ -257,7 +257,7 @@ impl Shared {
 }
 
 /// Opens cuBLASLt. Without it the device works, with large products by slower kernels.
-fn open_blas(context: &Arc<Context>) -> Option<Blas> {
+fn open_blas(context: &Arc<CudaContext>) -> Option<Blas> {
     if !Library::CublasLt.is_present() {
         tracing::warn!("large products will be slow: {}", Library::CublasLt.remedy());
         return None;
@@ -270,7 +270,7 @@ fn open_blas(context: &Arc<Context>) -> Option<Blas> {
 /// An open NVIDIA device.
 pub(crate) struct CudaDevice {
     info: DeviceInfo,
-    shared: Arc<Shared>,
+    shared: Arc<CudaDeviceState>,
     transfers: Arc<Mutex<Transfers>>,
     monitor: Option<Monitor>,
 }
@@ -295,7 +295,7 @@ impl CudaDevice {
                 );
                 return Err(Error::unsupported(message));
             }
-            let context = Context::retain(facts.device)?;
+            let context = CudaContext::retain(facts.device)?;
             let blas = open_blas(&context);
             let architecture = compile::architecture(facts.capability);
             let target = PlanTarget {
@@ -309,7 +309,7 @@ impl CudaDevice {
             let events = EventPool::new(&context);
             let transfers = Arc::new(Mutex::new(Transfers::new(&context, &events)?));
             let info = facts.info(index, blas.is_some());
-            let shared = Shared {
+            let shared = CudaDeviceState {
                 context,
                 blas,
                 target,
@@ -329,9 +329,9 @@ impl CudaDevice {
         &self,
         slice: &Slice,
         len: usize,
-        run: impl FnOnce(&Transfers, &Memory) -> Result<()>,
+        run: impl FnOnce(&Transfers, &CudaMemory) -> Result<()>,
     ) -> Result<()> {
-        let memory = Memory::of(slice)?;
+        let memory = CudaMemory::of(slice)?;
         if len as u64 != slice.bytes || !memory.is_in(&self.shared.context) {
             return Err(Error::invalid(format!(
                 "cuda: {len} bytes for a slice of {} of this device",
@@ -370,7 +370,7 @@ impl Device for CudaDevice {
 
     fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
         self.shared.enter()?;
-        let memory = self.shared.note(Memory::new(&self.shared.context, bytes, role))?;
+        let memory = self.shared.note(CudaMemory::new(&self.shared.context, bytes, role))?;
         Ok(Slice::whole(Arc::new(memory)))
     }
 
@@ -379,7 +379,7 @@ impl Device for CudaDevice {
     }
 
     fn reaches(&self, memory: &Slice) -> bool {
-        let Some(memory) = Memory::of(memory).ok().filter(|memory| memory.is_on_device()) else {
+        let Some(memory) = CudaMemory::of(memory).ok().filter(|memory| memory.is_on_device()) else {
             return false;
         };
         let reached = self.shared.reach(memory.context());

@@ -51,32 +51,32 @@ impl<T> At<T> for std::result::Result<T, DriverError> {
 }
 
 /// A device's primary context.
-pub(crate) struct Context {
+pub(crate) struct CudaContext {
     pub(crate) device: sys::CUdevice,
     raw: sys::CUcontext,
 }
 
 // SAFETY: a context may be used by any thread; each binds it before its calls.
-unsafe impl Send for Context {}
+unsafe impl Send for CudaContext {}
 // SAFETY: as above.
-unsafe impl Sync for Context {}
+unsafe impl Sync for CudaContext {}
 
-impl Context {
-    pub(crate) fn retain(device: sys::CUdevice) -> Result<Arc<Context>> {
+impl CudaContext {
+    pub(crate) fn retain(device: sys::CUdevice) -> Result<Arc<CudaContext>> {
         // SAFETY: the device came from the driver; the context is released once, in `drop`.
         let raw = unsafe { result::primary_ctx::retain(device) }.at("cuDevicePrimaryCtxRetain")?;
-        let context = Arc::new(Context { device, raw });
+        let context = Arc::new(CudaContext { device, raw });
         context.bind()?;
         Ok(context)
     }
 
     /// Whether it is the context of the same device, which has one for all that open it.
-    pub(crate) fn is(&self, other: &Context) -> bool {
+    pub(crate) fn is(&self, other: &CudaContext) -> bool {
         self.raw == other.raw
     }
 
     /// Lets streams here write to the memory of `peer`; false where the driver says that the devices cannot.
-    pub(crate) fn reach(&self, peer: &Context) -> Result<bool> {
+    pub(crate) fn reach(&self, peer: &CudaContext) -> Result<bool> {
         if self.is(peer) {
             return Ok(true);
         }
@@ -106,7 +106,7 @@ pub(crate) fn can_reach(device: sys::CUdevice, peer: sys::CUdevice) -> Result<bo
     Ok(can != 0)
 }
 
-impl Drop for Context {
+impl Drop for CudaContext {
     fn drop(&mut self) {
         // SAFETY: retained once in `retain`; every object in it holds an `Arc` of it and is gone.
         let _ = unsafe { result::primary_ctx::release(self.device) };
@@ -118,7 +118,7 @@ macro_rules! owned {
     ($(#[$doc:meta])* $name:ident, $raw:ty, $free:path) => {
         $(#[$doc])*
         pub(crate) struct $name {
-            pub(crate) context: Arc<Context>,
+            pub(crate) context: Arc<CudaContext>,
             pub(crate) raw: $raw,
         }
 
@@ -177,7 +177,7 @@ owned!(
 );
 
 impl Stream {
-    pub(crate) fn new(context: &Arc<Context>) -> Result<Stream> {
+    pub(crate) fn new(context: &Arc<CudaContext>) -> Result<Stream> {
         context.bind()?;
         let raw = result::stream::create(StreamKind::NonBlocking).at("cuStreamCreate")?;
         Ok(Stream { context: context.clone(), raw })
@@ -185,7 +185,7 @@ impl Stream {
 
     /// Has later work on the stream begin once `event`, of any device's stream, is reached. The driver takes
     /// the event as it is recorded now: it may be recorded again at once.
-    pub(crate) fn follow(&self, event: &Event) -> Result<()> {
+    pub(crate) fn follow(&self, event: &CudaEvent) -> Result<()> {
         if event.reached.load(Ordering::Relaxed) {
             return Ok(());
         }
@@ -237,7 +237,7 @@ impl Stream {
     pub(crate) unsafe fn copy_to_peer(
         &self,
         from: u64,
-        (peer, to): (&Context, u64),
+        (peer, to): (&CudaContext, u64),
         bytes: u64,
     ) -> Result<()> {
         let own = self.context.raw;
@@ -255,7 +255,7 @@ impl Stream {
 
 /// Events that no one holds any more, for the next batches.
 pub(crate) struct EventPool {
-    context: Arc<Context>,
+    context: Arc<CudaContext>,
     free: Mutex<Vec<sys::CUevent>>,
 }
 
@@ -265,7 +265,7 @@ unsafe impl Send for EventPool {}
 unsafe impl Sync for EventPool {}
 
 impl EventPool {
-    pub(crate) fn new(context: &Arc<Context>) -> Arc<EventPool> {
+    pub(crate) fn new(context: &Arc<CudaContext>) -> Arc<EventPool> {
         Arc::new(EventPool { context: context.clone(), free: Mutex::default() })
     }
 
@@ -274,13 +274,13 @@ impl EventPool {
     }
 
     /// Records an event after the work that `stream` holds now.
-    pub(crate) fn record(self: &Arc<Self>, stream: &Stream) -> Result<Event> {
+    pub(crate) fn record(self: &Arc<Self>, stream: &Stream) -> Result<CudaEvent> {
         let kept = self.free().pop();
         let raw = match kept {
             Some(raw) => raw,
             None => result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).at("cuEventCreate")?,
         };
-        let event = Event { raw, pool: self.clone(), reached: AtomicBool::new(false) };
+        let event = CudaEvent { raw, pool: self.clone(), reached: AtomicBool::new(false) };
         // SAFETY: both are alive and of one context.
         unsafe { result::event::record(event.raw, stream.raw) }.at("cuEventRecord")?;
         Ok(event)
@@ -291,7 +291,7 @@ impl Drop for EventPool {
     fn drop(&mut self) {
         if self.context.bind().is_ok() {
             for raw in std::mem::take(&mut *self.free()) {
-                // SAFETY: created once in `record`; no `Event` holds it.
+                // SAFETY: created once in `record`; no `CudaEvent` holds it.
                 let _ = unsafe { result::event::destroy(raw) };
             }
         }
@@ -299,7 +299,7 @@ impl Drop for EventPool {
 }
 
 /// A point on a stream, with a timestamp; its pool has it back when it is dropped.
-pub(crate) struct Event {
+pub(crate) struct CudaEvent {
     raw: sys::CUevent,
     pool: Arc<EventPool>,
     /// Whether it is known to have been reached, so that the driver is not asked again.
@@ -307,17 +307,17 @@ pub(crate) struct Event {
 }
 
 // SAFETY: the driver's handles may be used by any thread that bound their context.
-unsafe impl Send for Event {}
+unsafe impl Send for CudaEvent {}
 // SAFETY: as above; the driver locks what calls share.
-unsafe impl Sync for Event {}
+unsafe impl Sync for CudaEvent {}
 
-impl Drop for Event {
+impl Drop for CudaEvent {
     fn drop(&mut self) {
         self.pool.free().push(self.raw);
     }
 }
 
-impl Event {
+impl CudaEvent {
     /// Whether the event has been reached; an error stems from the work before it.
     pub(crate) fn is_done(&self) -> Result<bool> {
         if self.reached.load(Ordering::Relaxed) {
@@ -347,7 +347,7 @@ impl Event {
     }
 
     /// Returns the seconds from `start` to `self`, both reached, if the driver tells.
-    pub(crate) fn since(&self, start: &Event) -> Option<f64> {
+    pub(crate) fn since(&self, start: &CudaEvent) -> Option<f64> {
         let mut milliseconds = 0.0;
         // SAFETY: both are alive, passed, and record times; the call writes one number.
         unsafe { elapsed_time()?(&mut milliseconds, start.raw, self.raw) }.result().ok()?;
@@ -371,7 +371,7 @@ fn elapsed_time() -> Option<ElapsedTime> {
 }
 
 impl Module {
-    pub(crate) fn load(context: &Arc<Context>, code: &[u8]) -> Result<Module> {
+    pub(crate) fn load(context: &Arc<CudaContext>, code: &[u8]) -> Result<Module> {
         context.bind()?;
         // SAFETY: `code` is a whole cubin, or PTX with its final zero.
         let raw = unsafe { result::module::load_data(code.as_ptr().cast()) }.at("cuModuleLoadData")?;
@@ -418,7 +418,7 @@ impl Function {
 }
 
 impl DeviceMemory {
-    pub(crate) fn new(context: &Arc<Context>, bytes: u64) -> Result<DeviceMemory> {
+    pub(crate) fn new(context: &Arc<CudaContext>, bytes: u64) -> Result<DeviceMemory> {
         context.bind()?;
         // SAFETY: the memory is freed once, in `drop`. The driver hands out zeroed pages to a process.
         let raw = unsafe { result::malloc_sync(to_usize(bytes.max(1))) };
@@ -432,7 +432,11 @@ impl HostRegistered {
     ///
     /// # Safety
     /// They are mapped, and stay so until this is dropped.
-    pub(crate) unsafe fn new(context: &Arc<Context>, address: usize, bytes: u64) -> Result<HostRegistered> {
+    pub(crate) unsafe fn new(
+        context: &Arc<CudaContext>,
+        address: usize,
+        bytes: u64,
+    ) -> Result<HostRegistered> {
         context.bind()?;
         let raw = address as *mut c_void;
         // SAFETY: the caller's promise; the range is unpinned once, in `drop`.
@@ -444,7 +448,7 @@ impl HostRegistered {
 }
 
 impl HostPinned {
-    pub(crate) fn new(context: &Arc<Context>, bytes: u64) -> Result<HostPinned> {
+    pub(crate) fn new(context: &Arc<CudaContext>, bytes: u64) -> Result<HostPinned> {
         context.bind()?;
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: the memory is freed once, in `drop`.

@@ -1,6 +1,6 @@
 //! Buffers, the batches that use them, and transfers, which are direct or use pinned bounce buffers.
 
-use crate::driver::{At, Context, DeviceMemory, Event, EventPool, HostPinned, Stream};
+use crate::driver::{At, CudaContext, CudaEvent, DeviceMemory, EventPool, HostPinned, Stream};
 use crate::pinned::Ranges;
 use crate::plan::DeviceRange;
 use cudarc::driver::result;
@@ -10,47 +10,47 @@ use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The storage of a buffer.
-enum Storage {
+enum CudaStorage {
     Device(DeviceMemory),
     /// Pinned host memory mapped for the device: `BufferUsage::Staging`.
     Host(HostPinned),
 }
 
 /// A buffer, freed once the batches in flight that use it are done.
-pub(crate) struct Memory {
-    storage: Storage,
+pub(crate) struct CudaMemory {
+    storage: CudaStorage,
     address: u64,
     bytes: u64,
     /// For each queue, of whatever device, the end of its last batch that uses the buffer.
-    users: Mutex<Vec<(u64, Arc<Event>)>>,
+    users: Mutex<Vec<(u64, Arc<CudaEvent>)>>,
 }
 
-impl std::fmt::Debug for Memory {
+impl std::fmt::Debug for CudaMemory {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Memory").field("address", &self.address).field("bytes", &self.bytes).finish()
     }
 }
 
-impl Memory {
-    pub(crate) fn new(context: &Arc<Context>, bytes: u64, role: BufferUsage) -> Result<Memory> {
+impl CudaMemory {
+    pub(crate) fn new(context: &Arc<CudaContext>, bytes: u64, role: BufferUsage) -> Result<CudaMemory> {
         let (storage, address) = match role {
             BufferUsage::Staging => {
                 let pinned = HostPinned::new(context, bytes)?;
                 let address = pinned.device_address()?;
-                (Storage::Host(pinned), address)
+                (CudaStorage::Host(pinned), address)
             }
             _ => {
                 let memory = DeviceMemory::new(context, bytes)?;
                 let address = memory.raw;
-                (Storage::Device(memory), address)
+                (CudaStorage::Device(memory), address)
             }
         };
-        Ok(Memory { storage, address, bytes, users: Mutex::default() })
+        Ok(CudaMemory { storage, address, bytes, users: Mutex::default() })
     }
 
     /// Returns the memory of a slice, which must lie inside.
-    pub(crate) fn of(slice: &Slice) -> Result<&Memory> {
-        let memory = slice.buffer.as_any().downcast_ref::<Memory>();
+    pub(crate) fn of(slice: &Slice) -> Result<&CudaMemory> {
+        let memory = slice.buffer.as_any().downcast_ref::<CudaMemory>();
         let memory = memory.ok_or_else(|| Error::invalid("cuda: the slice belongs to another device"))?;
         let inside = slice.offset.checked_add(slice.bytes).is_some_and(|end| end <= memory.bytes);
         if inside {
@@ -64,30 +64,30 @@ impl Memory {
 
     /// Returns a slice as kernels see it.
     pub(crate) fn place(slice: &Slice) -> Result<DeviceRange> {
-        Ok(DeviceRange { address: Memory::of(slice)?.address + slice.offset, bytes: slice.bytes })
+        Ok(DeviceRange { address: CudaMemory::of(slice)?.address + slice.offset, bytes: slice.bytes })
     }
 
     /// Returns the context that it belongs to.
-    pub(crate) fn context(&self) -> &Arc<Context> {
+    pub(crate) fn context(&self) -> &Arc<CudaContext> {
         match &self.storage {
-            Storage::Device(memory) => &memory.context,
-            Storage::Host(memory) => &memory.context,
+            CudaStorage::Device(memory) => &memory.context,
+            CudaStorage::Host(memory) => &memory.context,
         }
     }
 
     /// Whether it belongs to `context`.
-    pub(crate) fn is_in(&self, context: &Arc<Context>) -> bool {
+    pub(crate) fn is_in(&self, context: &Arc<CudaContext>) -> bool {
         Arc::ptr_eq(self.context(), context)
     }
 
     /// Whether it is memory of the device itself.
     pub(crate) fn is_on_device(&self) -> bool {
-        matches!(self.storage, Storage::Device(_))
+        matches!(self.storage, CudaStorage::Device(_))
     }
 
     /// Records that the batch of `queue` that ends with `event` uses the buffer. Batches of a queue end in
     /// order, so only the last one matters.
-    pub(crate) fn used_by(&self, queue: u64, event: &Arc<Event>) {
+    pub(crate) fn used_by(&self, queue: u64, event: &Arc<CudaEvent>) {
         let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
         match users.iter_mut().find(|(other, _)| *other == queue) {
             Some((_, last)) => *last = event.clone(),
@@ -108,7 +108,7 @@ impl Memory {
     }
 }
 
-impl Buffer for Memory {
+impl Buffer for CudaMemory {
     fn size_bytes(&self) -> u64 {
         self.bytes
     }
@@ -118,7 +118,7 @@ impl Buffer for Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for CudaMemory {
     fn drop(&mut self) {
         self.settle();
     }
@@ -138,15 +138,15 @@ pub(crate) struct Transfers {
 }
 
 impl Transfers {
-    pub(crate) fn new(context: &Arc<Context>, events: &Arc<EventPool>) -> Result<Transfers> {
+    pub(crate) fn new(context: &Arc<CudaContext>, events: &Arc<EventPool>) -> Result<Transfers> {
         let half = || HostPinned::new(context, HALF_BYTES as u64);
         let (stream, halves) = (Stream::new(context)?, [half()?, half()?]);
         Ok(Transfers { stream, events: events.clone(), halves, pinned: Ranges::default() })
     }
 
     /// Copies `data` to `offset` of `memory`, which no batch may be using.
-    pub(crate) fn write(&self, memory: &Memory, offset: u64, data: &[u8]) -> Result<()> {
-        if let Storage::Host(pinned) = &memory.storage {
+    pub(crate) fn write(&self, memory: &CudaMemory, offset: u64, data: &[u8]) -> Result<()> {
+        if let CudaStorage::Host(pinned) = &memory.storage {
             // SAFETY: the caller checked the range; no batch uses the buffer.
             let to = unsafe {
                 std::slice::from_raw_parts_mut(pinned.raw.cast::<u8>().add(to_usize(offset)), data.len())
@@ -160,7 +160,7 @@ impl Transfers {
             unsafe { result::memcpy_htod_async(to, data, self.stream.raw) }.at("a copy to the device")?;
             return self.stream.synchronize();
         }
-        let mut sent: [Option<Event>; 2] = [None, None];
+        let mut sent: [Option<CudaEvent>; 2] = [None, None];
         for (i, piece) in data.chunks(HALF_BYTES).enumerate() {
             if let Some(event) = sent[i % 2].take() {
                 event.synchronize()?;
@@ -180,8 +180,8 @@ impl Transfers {
     }
 
     /// Copies from `offset` of `memory`, which no batch may be using, into `data`.
-    pub(crate) fn read(&self, memory: &Memory, offset: u64, data: &mut [u8]) -> Result<()> {
-        if let Storage::Host(pinned) = &memory.storage {
+    pub(crate) fn read(&self, memory: &CudaMemory, offset: u64, data: &mut [u8]) -> Result<()> {
+        if let CudaStorage::Host(pinned) = &memory.storage {
             // SAFETY: as in `write`.
             let from = unsafe {
                 std::slice::from_raw_parts(pinned.raw.cast::<u8>().add(to_usize(offset)), data.len())
@@ -196,7 +196,7 @@ impl Transfers {
             return self.stream.synchronize();
         }
         let mut pieces: Vec<&mut [u8]> = data.chunks_mut(HALF_BYTES).collect();
-        let mut arrived: [Option<Event>; 2] = [None, None];
+        let mut arrived: [Option<CudaEvent>; 2] = [None, None];
         for i in 0..=pieces.len() {
             if i < pieces.len() {
                 let from = memory.address + offset + (i * HALF_BYTES) as u64;

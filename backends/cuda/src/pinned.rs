@@ -1,6 +1,6 @@
 //! Host memory of others that the device copies directly.
 
-use crate::driver::{Context, HostRegistered};
+use crate::driver::{CudaContext, HostRegistered};
 use crate::memory::Transfers;
 use mixfleet_hal::Result;
 use mixfleet_hal::cast::to_usize;
@@ -35,7 +35,7 @@ impl Ranges {
 }
 
 /// Memory that the process pinned, for all of its devices: the driver pins a byte once, for all contexts.
-struct Registration {
+struct PinnedRegistration {
     end: usize,
     guards: usize,
     // unpinned before the memory can be freed
@@ -44,14 +44,14 @@ struct Registration {
 }
 
 /// What is pinned, by its first address.
-static REGISTERED: Mutex<BTreeMap<usize, Registration>> = Mutex::new(BTreeMap::new());
+static REGISTERED: Mutex<BTreeMap<usize, PinnedRegistration>> = Mutex::new(BTreeMap::new());
 
-fn registrations() -> MutexGuard<'static, BTreeMap<usize, Registration>> {
+fn registrations() -> MutexGuard<'static, BTreeMap<usize, PinnedRegistration>> {
     REGISTERED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Memory that is pinned for as long as this lives.
-struct Guard {
+struct PinGuard {
     transfers: Arc<Mutex<Transfers>>,
     /// First address of the registration that holds it.
     first: usize,
@@ -61,7 +61,7 @@ struct Guard {
 /// Pins all of `memory` for the copies of `transfers`; `None` if it has no address or is empty. What is
 /// pinned already, for this or another device, is pinned until the last of its guards is dropped.
 pub(crate) fn pin(
-    context: &Arc<Context>,
+    context: &Arc<CudaContext>,
     transfers: &Arc<Mutex<Transfers>>,
     memory: Arc<dyn SharedMemory>,
 ) -> Result<Option<Pinned>> {
@@ -80,16 +80,16 @@ pub(crate) fn pin(
             // SAFETY: the mapping is valid as long as the memory that gave it, which the registration holds.
             let pinned = unsafe { HostRegistered::new(context, address, bytes)? };
             let _memory = memory.clone();
-            registered.insert(address, Registration { end, guards: 1, _registered: pinned, _memory });
+            registered.insert(address, PinnedRegistration { end, guards: 1, _registered: pinned, _memory });
             (address, end)
         }
     };
     drop(registered);
     transfers.lock().unwrap_or_else(PoisonError::into_inner).pinned.add(range);
-    Ok(Some(Box::new(Guard { transfers: transfers.clone(), first: range.0, _memory: memory })))
+    Ok(Some(Box::new(PinGuard { transfers: transfers.clone(), first: range.0, _memory: memory })))
 }
 
-impl Drop for Guard {
+impl Drop for PinGuard {
     /// Each copy holds the lock of the transfers until it is done, so afterwards none uses the range, and
     /// later ones go through the bounce buffers.
     fn drop(&mut self) {

@@ -1,10 +1,10 @@
 //! An in-order queue on a stream: launches, matrix products, copies, and graphs of them.
 
 use crate::blas::WORKSPACE_BYTES;
-use crate::device::Shared;
-use crate::driver::{At, Context, DeviceMemory, Event, Function, GraphExec, Stream};
+use crate::device::CudaDeviceState;
+use crate::driver::{At, CudaContext, CudaEvent, DeviceMemory, Function, GraphExec, Stream};
 use crate::libraries::guarded;
-use crate::memory::Memory;
+use crate::memory::CudaMemory;
 use crate::plan::{self, BatchWrites, DeviceRange, KernelArg, KernelLaunch, Matmul, PlanStep, PlanTarget};
 use cudarc::driver::{result, sys};
 use mixfleet_hal::cast::to_usize;
@@ -32,7 +32,7 @@ const NAP: Duration = Duration::from_micros(50);
 
 /// A step with its driver objects.
 #[expect(clippy::large_enum_variant, reason = "almost every step is a launch")]
-enum Work {
+enum CudaStep {
     Kernel {
         function: Arc<Function>,
         launch: KernelLaunch,
@@ -40,13 +40,13 @@ enum Work {
     Matmul(Matmul),
     Copy(u64, u64, u64),
     /// From here to memory of another device: source, destination, bytes.
-    PeerCopy(u64, (Arc<Context>, u64), u64),
+    PeerCopy(u64, (Arc<CudaContext>, u64), u64),
     Fill(u64, u64, u32),
 }
 
 /// A resolved batch, with a graph if the driver could capture it.
-struct Recorded {
-    works: Vec<Work>,
+struct CudaRecording {
+    works: Vec<CudaStep>,
     buffers: Vec<Slice>,
     graph: Option<GraphExec>,
     /// Memory of the device that the graph takes.
@@ -55,7 +55,7 @@ struct Recorded {
     queue: u64,
 }
 
-impl Graph for Recorded {
+impl Graph for CudaRecording {
     fn as_any(&self) -> &dyn Any {
         self
     }
@@ -66,7 +66,7 @@ impl Graph for Recorded {
 }
 
 /// The end of a queue's batches; none if it is behind them already.
-struct BatchesEnd(Option<Arc<Event>>);
+struct BatchesEnd(Option<Arc<CudaEvent>>);
 
 impl QueuePoint for BatchesEnd {
     fn as_any(&self) -> &dyn Any {
@@ -75,10 +75,10 @@ impl QueuePoint for BatchesEnd {
 }
 
 /// A submitted batch.
-enum Batch {
+enum CudaBatch {
     /// In flight: the events around it (none if it had nothing to do), and the graph that it runs.
     Running(
-        Option<(Arc<Event>, Arc<Event>)>,
+        Option<(Arc<CudaEvent>, Arc<CudaEvent>)>,
         #[allow(dead_code, reason = "keeps it alive")] Option<Arc<dyn Graph>>,
     ),
     Done(Elapsed),
@@ -86,14 +86,14 @@ enum Batch {
 
 /// A queue of one device.
 pub(crate) struct CudaQueue {
-    shared: Arc<Shared>,
+    shared: Arc<CudaDeviceState>,
     /// Its own among the queues of all devices: memory of one may be used by queues of others.
     number: u64,
     stream: Stream,
     /// Memory for intermediate results, from the first operation on that needs it.
     scratch: Option<DeviceMemory>,
     target: PlanTarget,
-    batches: VecDeque<Batch>,
+    batches: VecDeque<CudaBatch>,
     /// Ticket of the first batch in `batches`.
     first: u64,
     /// The first failure, as the ticket and its error.
@@ -101,7 +101,7 @@ pub(crate) struct CudaQueue {
 }
 
 impl CudaQueue {
-    pub(crate) fn new(shared: Arc<Shared>) -> Result<CudaQueue> {
+    pub(crate) fn new(shared: Arc<CudaDeviceState>) -> Result<CudaQueue> {
         static QUEUES: AtomicU64 = AtomicU64::new(0);
         let number = QUEUES.fetch_add(1, Ordering::Relaxed);
         let stream = Stream::new(&shared.context)?;
@@ -120,7 +120,7 @@ impl CudaQueue {
 
     /// Plans a batch, compiles its kernels and chooses its products' algorithms; nothing is launched if any
     /// of this fails.
-    fn resolve(&mut self, cmds: &[Cmd]) -> Result<Recorded> {
+    fn resolve(&mut self, cmds: &[Cmd]) -> Result<CudaRecording> {
         // a queue that only moves bytes and KV has none
         let needs_scratch = |cmd: &Cmd| {
             !matches!(
@@ -140,7 +140,7 @@ impl CudaQueue {
             let mut places = Vec::with_capacity(cmd.args().len());
             let mut peer = None;
             for (number, slice) in cmd.args().iter().enumerate() {
-                let memory = Memory::of(slice)?;
+                let memory = CudaMemory::of(slice)?;
                 if !memory.is_in(&self.shared.context) {
                     let is_target = matches!(cmd.sig(), OpSig::Copy { .. }) && number == 1;
                     if !is_target || !self.shared.has_peer(memory.context()) {
@@ -148,7 +148,7 @@ impl CudaQueue {
                     }
                     peer = Some(memory.context());
                 }
-                places.push(Memory::place(slice)?);
+                places.push(CudaMemory::place(slice)?);
             }
             ops.push((*cmd.sig(), places));
             peers.push(peer);
@@ -172,7 +172,7 @@ impl CudaQueue {
                 works.push(match (step, peers[at]) {
                     // a device that was opened twice has one context
                     (PlanStep::Copy(from, to, bytes), Some(peer)) if !peer.is(&self.shared.context) => {
-                        Work::PeerCopy(from, (peer.clone(), to), bytes)
+                        CudaStep::PeerCopy(from, (peer.clone(), to), bytes)
                     }
                     (step, _) => self.work(step)?,
                 });
@@ -182,7 +182,7 @@ impl CudaQueue {
         }
         buffers.sort_by_key(|slice| Arc::as_ptr(&slice.buffer).cast::<u8>() as usize);
         buffers.dedup_by(|a, b| Arc::ptr_eq(&a.buffer, &b.buffer));
-        Ok(Recorded { works, buffers, graph: None, graph_bytes: 0, queue: self.number })
+        Ok(CudaRecording { works, buffers, graph: None, graph_bytes: 0, queue: self.number })
     }
 
     /// Returns the plan, avoiding cuBLASLt where it turns out to have no algorithm.
@@ -219,39 +219,39 @@ impl CudaQueue {
         }
     }
 
-    fn work(&self, step: PlanStep) -> Result<Work> {
+    fn work(&self, step: PlanStep) -> Result<CudaStep> {
         Ok(match step {
-            PlanStep::Launch(launch) => Work::Kernel { function: self.shared.function(&launch)?, launch },
-            PlanStep::Matmul(product) => Work::Matmul(product),
-            PlanStep::Copy(from, to, bytes) => Work::Copy(from, to, bytes),
-            PlanStep::Fill(to, words, word) => Work::Fill(to, words, word),
+            PlanStep::Launch(launch) => CudaStep::Kernel { function: self.shared.function(&launch)?, launch },
+            PlanStep::Matmul(product) => CudaStep::Matmul(product),
+            PlanStep::Copy(from, to, bytes) => CudaStep::Copy(from, to, bytes),
+            PlanStep::Fill(to, words, word) => CudaStep::Fill(to, words, word),
         })
     }
 
     /// Enqueues the steps of a batch. The first one begins when all before the batch is done, so that what is
     /// launched early behind it finds that done too.
-    fn enqueue_all(&self, works: &[Work]) -> Result<()> {
+    fn enqueue_all(&self, works: &[CudaStep]) -> Result<()> {
         works.iter().enumerate().try_for_each(|(number, work)| self.enqueue(work, number > 0))
     }
 
     /// Enqueues one step on the stream; a kernel while the one before it ends, if `early`.
-    fn enqueue(&self, work: &Work, early: bool) -> Result<()> {
+    fn enqueue(&self, work: &CudaStep, early: bool) -> Result<()> {
         match work {
-            Work::Kernel { function, launch } => self.launch(function, launch, early),
-            Work::Matmul(product) => match &self.shared.blas {
+            CudaStep::Kernel { function, launch } => self.launch(function, launch, early),
+            CudaStep::Matmul(product) => match &self.shared.blas {
                 Some(blas) => blas.run(product, self.stream.raw, self.target.scratch.address),
                 None => Err(Error::new(ErrorKind::Other, "cuda: a product without cuBLASLt")),
             },
-            Work::Copy(from, to, bytes) => {
+            CudaStep::Copy(from, to, bytes) => {
                 // SAFETY: both ranges are operands that `Cmd` checked; their buffers outlive the batch.
                 unsafe { result::memcpy_dtod_async(*to, *from, to_usize(*bytes), self.stream.raw) }.at("copy")
             }
-            Work::PeerCopy(from, (peer, to), bytes) => {
+            CudaStep::PeerCopy(from, (peer, to), bytes) => {
                 // SAFETY: as for a copy here; the buffers of both devices know the batch as one that uses
                 // them.
                 unsafe { self.stream.copy_to_peer(*from, (peer, *to), *bytes) }
             }
-            Work::Fill(to, words, word) => {
+            CudaStep::Fill(to, words, word) => {
                 // SAFETY: the range is an operand that `Cmd` checked; its buffer outlives the batch.
                 unsafe { sys::cuMemsetD32Async(*to, *word, to_usize(*words), self.stream.raw) }
                     .result()
@@ -299,7 +299,7 @@ impl CudaQueue {
     }
 
     /// Captures the steps as a graph, and returns the memory that it takes; an error if the driver cannot.
-    fn capture(&self, works: &[Work]) -> Result<(GraphExec, u64)> {
+    fn capture(&self, works: &[CudaStep]) -> Result<(GraphExec, u64)> {
         let free = || result::mem_get_info().map_or(0, |(free, _)| free as u64);
         let before = free();
         // relaxed, since cuBLASLt and the driver load kernels at their first launch, which stricter modes
@@ -333,7 +333,7 @@ impl CudaQueue {
         self.first + self.batches.len() as u64
     }
 
-    fn run(&mut self, recorded: &Recorded, graph: Option<Arc<dyn Graph>>) -> Result<Ticket> {
+    fn run(&mut self, recorded: &CudaRecording, graph: Option<Arc<dyn Graph>>) -> Result<Ticket> {
         if let Some((_, error)) = &self.failed {
             return Err(error.clone());
         }
@@ -348,16 +348,16 @@ impl CudaQueue {
         };
         if let Some((_, end)) = &ends {
             for slice in &recorded.buffers {
-                Memory::of(slice)?.used_by(self.number, end);
+                CudaMemory::of(slice)?.used_by(self.number, end);
             }
         }
-        self.batches.push_back(Batch::Running(ends, graph));
+        self.batches.push_back(CudaBatch::Running(ends, graph));
         self.forget();
         Ok(Ticket(ticket))
     }
 
     /// Enqueues a batch on the stream, between two events.
-    fn start(&self, recorded: &Recorded) -> Result<Option<(Arc<Event>, Arc<Event>)>> {
+    fn start(&self, recorded: &CudaRecording) -> Result<Option<(Arc<CudaEvent>, Arc<CudaEvent>)>> {
         if recorded.works.is_empty() {
             return Ok(None);
         }
@@ -377,8 +377,8 @@ impl CudaQueue {
     fn forget(&mut self) {
         while self.batches.len() > BATCHES_KEPT {
             let ended = match &self.batches[0] {
-                Batch::Done(_) | Batch::Running(None, _) => true,
-                Batch::Running(Some((_, end)), _) => end.is_done().unwrap_or(false),
+                CudaBatch::Done(_) | CudaBatch::Running(None, _) => true,
+                CudaBatch::Running(Some((_, end)), _) => end.is_done().unwrap_or(false),
             };
             if !ended {
                 break;
@@ -389,7 +389,7 @@ impl CudaQueue {
     }
 
     /// Waits for the end of `ticket`'s batch, or of what came before it.
-    fn finish(&mut self, ticket: Ticket, end: &Event, timeout: Duration) -> Result<()> {
+    fn finish(&mut self, ticket: Ticket, end: &CudaEvent, timeout: Duration) -> Result<()> {
         let start = Instant::now();
         loop {
             match self.shared.note(end.is_done()) {
@@ -426,9 +426,9 @@ impl Queue for CudaQueue {
             return Err(error.clone());
         }
         // an empty batch ends with the ones before it
-        let last = self.batches.iter().rfind(|batch| !matches!(batch, Batch::Running(None, _)));
+        let last = self.batches.iter().rfind(|batch| !matches!(batch, CudaBatch::Running(None, _)));
         let end = match last {
-            Some(Batch::Running(Some((_, end)), _)) => Some(end.clone()),
+            Some(CudaBatch::Running(Some((_, end)), _)) => Some(end.clone()),
             _ => None,
         };
         Ok(Arc::new(BatchesEnd(end)))
@@ -460,11 +460,11 @@ impl Queue for CudaQueue {
             return Err(Error::invalid(message));
         };
         let (start, end) = match batch {
-            Batch::Done(elapsed) => return Ok(*elapsed),
-            Batch::Running(None, _) => {
+            CudaBatch::Done(elapsed) => return Ok(*elapsed),
+            CudaBatch::Running(None, _) => {
                 // an empty batch ends with the ones before it
                 let before = (0..index.unwrap_or(0)).rev().find_map(|i| match &self.batches[i] {
-                    Batch::Running(Some((_, end)), _) => Some(end.clone()),
+                    CudaBatch::Running(Some((_, end)), _) => Some(end.clone()),
                     _ => None,
                 });
                 if let Some(end) = before {
@@ -472,7 +472,7 @@ impl Queue for CudaQueue {
                 }
                 return Ok(Elapsed { time: Seconds::ZERO, clock: ClockKind::Host });
             }
-            Batch::Running(Some((start, end)), _) => (start.clone(), end.clone()),
+            CudaBatch::Running(Some((start, end)), _) => (start.clone(), end.clone()),
         };
         let began = Instant::now();
         self.finish(ticket, &end, timeout)?;
@@ -481,7 +481,7 @@ impl Queue for CudaQueue {
             None => Elapsed { time: Seconds(began.elapsed().as_secs_f64()), clock: ClockKind::Host },
         };
         if let Some(batch) = index.and_then(|i| self.batches.get_mut(i)) {
-            *batch = Batch::Done(elapsed);
+            *batch = CudaBatch::Done(elapsed);
         }
         Ok(elapsed)
     }
@@ -501,7 +501,7 @@ impl Queue for CudaQueue {
 
     fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
         self.shared.enter()?;
-        let recorded = graph.as_any().downcast_ref::<Recorded>();
+        let recorded = graph.as_any().downcast_ref::<CudaRecording>();
         let recorded = recorded.filter(|recorded| recorded.queue == self.number);
         let recorded = recorded.ok_or_else(|| Error::invalid("cuda: the graph belongs to another queue"))?;
         self.run(recorded, Some(graph.clone()))

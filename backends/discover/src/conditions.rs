@@ -2,7 +2,7 @@
 
 use crate::Tree;
 use crate::cores;
-use crate::tree::Reader;
+use crate::tree::TreeReader;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
@@ -59,7 +59,7 @@ const CGROUP: &str = "sys/fs/cgroup";
 impl HostConditions {
     /// Reads the conditions from a tree.
     pub fn read(tree: &Tree) -> HostConditions {
-        let mut reader = Reader { tree, notes: Vec::new() };
+        let mut reader = TreeReader { tree, notes: Vec::new() };
         let reader = &mut reader;
         let cpus = tree.numbered(CPU, "cpu");
         let (clock_mhz_min, clock_mhz_max, governor) = clocks(reader, &cpus);
@@ -130,12 +130,12 @@ fn chosen(text: String) -> Option<String> {
 }
 
 /// Returns the lowest and highest clock of all CPUs in MHz, and their governors.
-fn clocks(reader: &mut Reader, cpus: &[(u32, String)]) -> (Option<f64>, Option<f64>, Option<String>) {
+fn clocks(reader: &mut TreeReader, cpus: &[(u32, String)]) -> (Option<f64>, Option<f64>, Option<String>) {
     let mut governors: Vec<String> = Vec::new();
     let (mut min, mut max) = (None::<f64>, None::<f64>);
     for (_, cpu) in cpus {
         let at = format!("{CPU}/{cpu}/cpufreq");
-        let mhz = |reader: &mut Reader, file: &str| {
+        let mhz = |reader: &mut TreeReader, file: &str| {
             reader.number::<f64>(&format!("{at}/{file}")).map(|khz| khz / 1e3).filter(|mhz| mhz.is_finite())
         };
         let low = mhz(reader, "cpuinfo_min_freq");
@@ -149,7 +149,7 @@ fn clocks(reader: &mut Reader, cpus: &[(u32, String)]) -> (Option<f64>, Option<f
 }
 
 /// Returns the load averages, and the number of other runnable threads.
-fn load(reader: &mut Reader) -> (Option<[f64; 3]>, Option<u32>) {
+fn load(reader: &mut TreeReader) -> (Option<[f64; 3]>, Option<u32>) {
     // "0.24 0.41 0.95 2/100 22346"
     let parsed = reader.value("proc/loadavg", |text| {
         let words: Vec<&str> = text.split_whitespace().collect();
@@ -162,7 +162,7 @@ fn load(reader: &mut Reader) -> (Option<[f64; 3]>, Option<u32>) {
 }
 
 /// Returns the lowest CPU quota between this process's control group and the root, in cores.
-fn quota(reader: &mut Reader) -> Option<f64> {
+fn quota(reader: &mut TreeReader) -> Option<f64> {
     let groups = reader.tree.text("proc/self/cgroup")?;
     let mut least: Option<f64> = None;
     for line in groups.lines() {
@@ -188,7 +188,7 @@ fn quota(reader: &mut Reader) -> Option<f64> {
     least
 }
 
-fn quota_v2(reader: &mut Reader, at: &str) -> Option<f64> {
+fn quota_v2(reader: &mut TreeReader, at: &str) -> Option<f64> {
     // "200000 100000", "max 100000"
     let parse = |text: &str| {
         let (quota, period) = text.split_once(' ')?;
@@ -201,14 +201,14 @@ fn quota_v2(reader: &mut Reader, at: &str) -> Option<f64> {
     reader.value(&format!("{at}/cpu.max"), parse).flatten()
 }
 
-fn quota_v1(reader: &mut Reader, at: &str) -> Option<f64> {
+fn quota_v1(reader: &mut TreeReader, at: &str) -> Option<f64> {
     let quota = reader.number::<i64>(&format!("{at}/cpu.cfs_quota_us")).filter(|quota| *quota > 0)?;
     let period = reader.number::<i64>(&format!("{at}/cpu.cfs_period_us")).filter(|period| *period > 0)?;
     Some(quota as f64 / period as f64)
 }
 
 /// Returns the packages' limits, such as `package-0 long_term`, 240.
-fn power_limits(reader: &mut Reader) -> Vec<(String, f64)> {
+fn power_limits(reader: &mut TreeReader) -> Vec<(String, f64)> {
     let mut limits = Vec::new();
     for zone in reader.tree.list(POWERCAP) {
         let at = format!("{POWERCAP}/{zone}");

@@ -1,7 +1,7 @@
 //! Sockets, cores, caches, NUMA nodes and memory.
 
 use crate::CpuList;
-use crate::tree::Reader;
+use crate::tree::TreeReader;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -77,12 +77,12 @@ const CPU: &str = "sys/devices/system/cpu";
 const NODE: &str = "sys/devices/system/node";
 const HUGE: &str = "sys/kernel/mm/hugepages";
 
-fn list(reader: &mut Reader, path: &str) -> Option<CpuList> {
+fn list(reader: &mut TreeReader, path: &str) -> Option<CpuList> {
     reader.value(path, |text| text.parse().ok())
 }
 
 /// Returns the online CPUs, ascending.
-fn online(reader: &mut Reader) -> Vec<u32> {
+fn online(reader: &mut TreeReader) -> Vec<u32> {
     let present = || reader.tree.numbered(CPU, "cpu").into_iter().map(|(cpu, _)| cpu).collect();
     let all: Vec<u32> = present();
     match list(reader, &format!("{CPU}/online")) {
@@ -92,7 +92,7 @@ fn online(reader: &mut Reader) -> Vec<u32> {
 }
 
 /// Returns sockets by number, and caches by level.
-pub(crate) fn read(reader: &mut Reader) -> (Vec<Socket>, Vec<Cache>) {
+pub(crate) fn read(reader: &mut TreeReader) -> (Vec<Socket>, Vec<Cache>) {
     let mut sockets: BTreeMap<u32, BTreeSet<CpuList>> = BTreeMap::new();
     let mut caches: BTreeMap<(u32, CacheKind, CpuList), Cache> = BTreeMap::new();
     for cpu in online(reader) {
@@ -114,7 +114,7 @@ pub(crate) fn read(reader: &mut Reader) -> (Vec<Socket>, Vec<Cache>) {
 }
 
 fn read_cache(
-    reader: &mut Reader,
+    reader: &mut TreeReader,
     at: &str,
     cpu: u32,
     caches: &mut BTreeMap<(u32, CacheKind, CpuList), Cache>,
@@ -145,7 +145,7 @@ fn read_cache(
 }
 
 /// Returns NUMA nodes by number.
-pub(crate) fn read_nodes(reader: &mut Reader) -> Vec<NumaNode> {
+pub(crate) fn read_nodes(reader: &mut TreeReader) -> Vec<NumaNode> {
     let mut nodes = Vec::new();
     for (id, name) in reader.tree.numbered(NODE, "node") {
         let at = format!("{NODE}/{name}");
@@ -169,12 +169,12 @@ fn mem_total(text: &str) -> Option<u64> {
 }
 
 /// Returns the total memory in bytes.
-pub(crate) fn memory(reader: &mut Reader) -> Option<u64> {
+pub(crate) fn memory(reader: &mut TreeReader) -> Option<u64> {
     reader.value("proc/meminfo", mem_total)
 }
 
 /// Returns the huge pages, by ascending page size.
-pub(crate) fn huge_pages(reader: &mut Reader) -> Vec<HugePages> {
+pub(crate) fn huge_pages(reader: &mut TreeReader) -> Vec<HugePages> {
     let mut found = Vec::new();
     for name in reader.tree.list(HUGE) {
         let kib = name.strip_prefix("hugepages-").and_then(|rest| rest.strip_suffix("kB"));
@@ -191,7 +191,7 @@ pub(crate) fn huge_pages(reader: &mut Reader) -> Vec<HugePages> {
 }
 
 /// Returns the value of `key` in `/proc/cpuinfo`, for the first processor.
-pub(crate) fn cpuinfo(reader: &Reader, key: &str) -> Option<String> {
+pub(crate) fn cpuinfo(reader: &TreeReader, key: &str) -> Option<String> {
     let info = reader.tree.text("proc/cpuinfo")?;
     let mut fields = info.lines().filter_map(|line| line.split_once(':'));
     fields.find(|(name, _)| name.trim() == key).map(|(_, value)| value.trim().to_owned())

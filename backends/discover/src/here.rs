@@ -5,21 +5,21 @@ use mixfleet_hal::Absent;
 
 /// What was found on this machine, and what was not.
 #[derive(Clone, Debug)]
-pub struct Here {
+pub struct DiscoveredMachine {
     /// The topology from sysfs, with a note wherever a library disagrees.
     pub topology: Topology,
     /// Libraries that could not be queried or found nothing, each with the reason.
     pub absent: Vec<(&'static str, Absent)>,
 }
 
-impl Here {
+impl DiscoveredMachine {
     /// Reads this machine.
-    pub fn read() -> Here {
-        Here::through(&Tree::at("/"))
+    pub fn read() -> DiscoveredMachine {
+        DiscoveredMachine::through(&Tree::at("/"))
     }
 
     /// Reads this machine through a `tree` at `/`, which may record what is read.
-    pub fn through(tree: &Tree) -> Here {
+    pub fn through(tree: &Tree) -> DiscoveredMachine {
         let mut topology = Topology::read(tree);
         let mut absent = Vec::new();
         match ask_hwloc(&topology) {
@@ -30,7 +30,7 @@ impl Here {
             Ok(lines) => topology.notes.extend(lines),
             Err(why) => absent.push(("verbs", why)),
         }
-        Here { topology, absent }
+        DiscoveredMachine { topology, absent }
     }
 }
 

@@ -9,7 +9,7 @@ use mixfleet_hal::Absent;
 use std::collections::BTreeMap;
 
 /// Number of packages, cores, threads, and caches by level and size.
-type Counts = BTreeMap<String, usize>;
+type TopologyCounts = BTreeMap<String, usize>;
 
 /// Returns what hwloc and sysfs disagree about, one line each.
 ///
@@ -20,7 +20,7 @@ pub(crate) fn disagreements(topology: &Topology) -> Result<Vec<String>, Absent> 
     let read = counts_of(topology);
     let what: std::collections::BTreeSet<&String> = told.keys().chain(read.keys()).collect();
     let line = |what: &String| {
-        let number = |counts: &Counts| counts.get(what).copied().unwrap_or(0);
+        let number = |counts: &TopologyCounts| counts.get(what).copied().unwrap_or(0);
         let (told, read) = (number(&told), number(&read));
         (told != read).then(|| format!("{what}: hwloc finds {told}, sysfs {read}"))
     };
@@ -31,8 +31,8 @@ fn cache(level: u32, bytes: u64) -> String {
     format!("L{level} caches of {} KiB", bytes >> 10)
 }
 
-fn counts_of(topology: &Topology) -> Counts {
-    let mut counts = Counts::new();
+fn counts_of(topology: &Topology) -> TopologyCounts {
+    let mut counts = TopologyCounts::new();
     counts.insert("packages".into(), topology.sockets.len());
     counts.insert("cores".into(), topology.sockets.iter().map(|socket| socket.cores.len()).sum());
     counts.insert("threads".into(), topology.sockets.iter().map(crate::Socket::threads).sum());
@@ -42,9 +42,9 @@ fn counts_of(topology: &Topology) -> Counts {
     counts
 }
 
-fn counts_of_hwloc() -> Result<Counts, Absent> {
+fn counts_of_hwloc() -> Result<TopologyCounts, Absent> {
     let hwloc = hwloc2::Topology::new().ok_or_else(|| Absent::new("hwloc cannot read this machine"))?;
-    let mut counts = Counts::new();
+    let mut counts = TopologyCounts::new();
     for depth in 0..hwloc.depth() {
         for object in hwloc.objects_at_depth(depth) {
             // not `==`, which calls into hwloc with the type

@@ -36,7 +36,7 @@ pub use conditions::{HostConditions, conditions};
 pub use cores::{Cache, CacheKind, HugePages, NumaNode, Socket};
 pub use cpulist::CpuList;
 pub use distance::{Distance, Matrix};
-pub use here::Here;
+pub use here::DiscoveredMachine;
 pub use network::{GidEntry, NetDevice, RdmaDevice, RdmaPort};
 pub use pci::{Bridge, PciAddress, PciDevice, PciKind, PcieLink};
 pub use same::{SamePart, pci_of, same_part};

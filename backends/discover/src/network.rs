@@ -2,7 +2,7 @@
 
 use crate::PciAddress;
 use crate::pci::{PciDevice, owner_of};
-use crate::tree::Reader;
+use crate::tree::TreeReader;
 use serde::{Deserialize, Serialize};
 
 /// A network interface with hardware behind it.
@@ -78,7 +78,7 @@ const NVME: &str = "sys/class/nvme";
 const EMPTY_GIDS_MAX: u32 = 8;
 
 /// Returns the interfaces with hardware behind them, by name.
-pub(crate) fn interfaces(reader: &mut Reader) -> Vec<NetDevice> {
+pub(crate) fn interfaces(reader: &mut TreeReader) -> Vec<NetDevice> {
     let mut found = Vec::new();
     for name in reader.tree.list(NET) {
         let at = format!("{NET}/{name}");
@@ -98,7 +98,7 @@ pub(crate) fn interfaces(reader: &mut Reader) -> Vec<NetDevice> {
 }
 
 /// Returns the RDMA devices, by name.
-pub(crate) fn rdma(reader: &mut Reader) -> Vec<RdmaDevice> {
+pub(crate) fn rdma(reader: &mut TreeReader) -> Vec<RdmaDevice> {
     let mut found = Vec::new();
     for name in reader.tree.list(RDMA) {
         let at = format!("{RDMA}/{name}");
@@ -117,7 +117,7 @@ pub(crate) fn rdma(reader: &mut Reader) -> Vec<RdmaDevice> {
     found
 }
 
-fn read_port(reader: &mut Reader, number: u32, at: &str) -> RdmaPort {
+fn read_port(reader: &mut TreeReader, number: u32, at: &str) -> RdmaPort {
     // "4: ACTIVE"
     let state = reader.tree.text(&format!("{at}/state"));
     let state = state.map(|text| text.rsplit(':').next().unwrap_or_default().trim().to_owned());
@@ -133,7 +133,7 @@ fn read_port(reader: &mut Reader, number: u32, at: &str) -> RdmaPort {
     }
 }
 
-fn read_gids(reader: &Reader, at: &str) -> Vec<GidEntry> {
+fn read_gids(reader: &TreeReader, at: &str) -> Vec<GidEntry> {
     let mut found = Vec::new();
     let mut empty = 0;
     for (index, _) in reader.tree.numbered(&format!("{at}/gids"), "") {
@@ -153,7 +153,7 @@ fn read_gids(reader: &Reader, at: &str) -> Vec<GidEntry> {
 }
 
 /// Gives NVMe drives the names that they report.
-pub(crate) fn name_drives(reader: &Reader, devices: &mut [PciDevice]) {
+pub(crate) fn name_drives(reader: &TreeReader, devices: &mut [PciDevice]) {
     for name in reader.tree.list(NVME) {
         let at = format!("{NVME}/{name}");
         let owner = reader.tree.link(&at).and_then(|target| owner_of(&target));

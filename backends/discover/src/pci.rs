@@ -1,6 +1,6 @@
 //! PCI devices, their links, and the bridges above them.
 
-use crate::tree::Reader;
+use crate::tree::TreeReader;
 use mixfleet_hal::cast::to_u8;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -198,7 +198,7 @@ pub(crate) fn owner_of(target: &str) -> Option<PciAddress> {
 const DEVICES: &str = "sys/bus/pci/devices";
 
 /// Returns the devices of interest and the bridges above them, by ascending address.
-pub(crate) fn read(reader: &mut Reader) -> (Vec<PciDevice>, Vec<Bridge>) {
+pub(crate) fn read(reader: &mut TreeReader) -> (Vec<PciDevice>, Vec<Bridge>) {
     let mut devices = Vec::new();
     let mut bridges = BTreeMap::new();
     for name in reader.tree.list(DEVICES) {
@@ -216,7 +216,7 @@ pub(crate) fn read(reader: &mut Reader) -> (Vec<PciDevice>, Vec<Bridge>) {
     (devices, bridges.into_values().collect())
 }
 
-fn read_device(reader: &mut Reader, address: PciAddress, name: &str) -> Option<PciDevice> {
+fn read_device(reader: &mut TreeReader, address: PciAddress, name: &str) -> Option<PciDevice> {
     let at = |file: &str| format!("{DEVICES}/{name}/{file}");
     let class = reader.hex(&at("class"))?;
     let vendor = reader.id(&at("vendor"))?;
@@ -248,7 +248,7 @@ fn read_device(reader: &mut Reader, address: PciAddress, name: &str) -> Option<P
     })
 }
 
-fn read_bridge(reader: &mut Reader, address: PciAddress) -> Bridge {
+fn read_bridge(reader: &mut TreeReader, address: PciAddress) -> Bridge {
     let at = |file: &str| format!("{DEVICES}/{address}/{file}");
     Bridge {
         address,
@@ -259,7 +259,7 @@ fn read_bridge(reader: &mut Reader, address: PciAddress) -> Bridge {
 }
 
 /// Returns name and unique id as NVIDIA's and AMD's drivers report them.
-fn names(reader: &Reader, address: PciAddress, at: &str) -> (Option<String>, Option<String>) {
+fn names(reader: &TreeReader, address: PciAddress, at: &str) -> (Option<String>, Option<String>) {
     let told = reader.tree.text(&format!("proc/driver/nvidia/gpus/{address}/information"));
     let field = |key: &str| {
         let line = told.as_ref()?.lines().find_map(|line| line.strip_prefix(key))?;
@@ -270,7 +270,7 @@ fn names(reader: &Reader, address: PciAddress, at: &str) -> (Option<String>, Opt
     (field("Model:").or_else(|| file("product_name")), uuid.or_else(|| file("unique_id")))
 }
 
-fn read_link(reader: &mut Reader, at: &str) -> Option<PcieLink> {
+fn read_link(reader: &mut TreeReader, at: &str) -> Option<PcieLink> {
     let speed = |text: &str| match text.split_whitespace().next() {
         Some("Unknown") => Some(None),
         Some(number) => number.parse::<f64>().ok().filter(|gt| *gt > 0.0 && *gt < 1e4).map(Some),

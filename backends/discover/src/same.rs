@@ -15,18 +15,18 @@ pub struct SamePart {
 
 /// What identifies a part.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Identity {
+enum PartIdentity {
     Host,
     Pci(PciAddress),
     Uuid(String),
 }
 
-impl Identity {
+impl PartIdentity {
     fn reason(&self) -> String {
         match self {
-            Identity::Host => "the host's cores".into(),
-            Identity::Pci(address) => format!("PCI address {address}"),
-            Identity::Uuid(uuid) => format!("unique id {uuid}"),
+            PartIdentity::Host => "the host's cores".into(),
+            PartIdentity::Pci(address) => format!("PCI address {address}"),
+            PartIdentity::Uuid(uuid) => format!("unique id {uuid}"),
         }
     }
 }
@@ -63,16 +63,16 @@ impl Topology {
     }
 }
 
-fn identities(device: &DeviceInfo, topology: &Topology) -> Vec<Identity> {
+fn identities(device: &DeviceInfo, topology: &Topology) -> Vec<PartIdentity> {
     match device.kind {
         // whoever offers a CPU (PoCL, llvmpipe) offers the host's
-        DeviceKind::Cpu => return vec![Identity::Host],
+        DeviceKind::Cpu => return vec![PartIdentity::Host],
         DeviceKind::Simulated => return Vec::new(),
         DeviceKind::Gpu | DeviceKind::Accelerator => {}
     }
     let uuid = note(device, "uuid").and_then(plain_uuid);
     let pci = topology.address_of(device);
-    pci.map(Identity::Pci).into_iter().chain(uuid.map(Identity::Uuid)).collect()
+    pci.map(PartIdentity::Pci).into_iter().chain(uuid.map(PartIdentity::Uuid)).collect()
 }
 
 /// Groups the `devices` that are the same part: by the PCI address (note `pci`) or the unique id (note
@@ -80,7 +80,7 @@ fn identities(device: &DeviceInfo, topology: &Topology) -> Vec<Identity> {
 /// cores. Devices of one backend with different ids stay separate even at one address, since they are slices
 /// of a part (MIG).
 pub fn same_part(devices: &[DeviceInfo], topology: &Topology) -> Vec<SamePart> {
-    let mut owners: BTreeMap<Identity, Vec<usize>> = BTreeMap::new();
+    let mut owners: BTreeMap<PartIdentity, Vec<usize>> = BTreeMap::new();
     for (index, device) in devices.iter().enumerate() {
         for identity in identities(device, topology) {
             owners.entry(identity).or_default().push(index);
@@ -97,7 +97,7 @@ pub fn same_part(devices: &[DeviceInfo], topology: &Topology) -> Vec<SamePart> {
     groups
 }
 
-fn join(groups: &mut Vec<SamePart>, a: usize, b: usize, identity: &Identity, devices: &[DeviceInfo]) {
+fn join(groups: &mut Vec<SamePart>, a: usize, b: usize, identity: &PartIdentity, devices: &[DeviceInfo]) {
     let mut take = |index: usize| match groups.iter().position(|group| group.devices.contains(&index)) {
         Some(place) => groups.remove(place),
         None => SamePart { devices: vec![index], reason: String::new() },

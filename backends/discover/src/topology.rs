@@ -3,7 +3,7 @@
 use crate::cores::{self, Cache, HugePages, NumaNode, Socket};
 use crate::network::{self, NetDevice, RdmaDevice};
 use crate::pci::{self, Bridge, PciDevice, PciKind, PcieLink};
-use crate::tree::Reader;
+use crate::tree::TreeReader;
 use crate::{PciAddress, Tree};
 use serde::{Deserialize, Serialize};
 
@@ -37,7 +37,7 @@ pub struct Topology {
 impl Topology {
     /// Reads a machine. What is absent stays empty, and what is implausible becomes a note.
     pub fn read(tree: &Tree) -> Topology {
-        let mut reader = Reader { tree, notes: Vec::new() };
+        let mut reader = TreeReader { tree, notes: Vec::new() };
         let (sockets, caches) = cores::read(&mut reader);
         let (mut pci, bridges) = pci::read(&mut reader);
         network::name_drives(&reader, &mut pci);

@@ -41,7 +41,7 @@ impl Default for Recording {
 }
 
 #[derive(Debug)]
-enum Source {
+enum TreeSource {
     Directory(PathBuf),
     Recording(Recording),
 }
@@ -49,14 +49,14 @@ enum Source {
 /// A machine's files, live or recorded. What is absent reads as absent, never as an error.
 #[derive(Debug)]
 pub struct Tree {
-    source: Source,
+    source: TreeSource,
     seen: Option<RefCell<Recording>>,
 }
 
 impl Tree {
     /// Opens the tree under `root`; `/` is this machine.
     pub fn at(root: impl Into<PathBuf>) -> Tree {
-        Tree { source: Source::Directory(root.into()), seen: None }
+        Tree { source: TreeSource::Directory(root.into()), seen: None }
     }
 
     /// Opens the tree that `recording` holds.
@@ -70,7 +70,7 @@ impl Tree {
                 recording.schema
             )));
         }
-        Ok(Tree { source: Source::Recording(recording), seen: None })
+        Ok(Tree { source: TreeSource::Recording(recording), seen: None })
     }
 
     /// Returns the same tree, which records what is read from now on.
@@ -87,8 +87,8 @@ impl Tree {
     /// Returns the text of the file at `path`, without trailing white space.
     pub fn text(&self, path: &str) -> Option<String> {
         let text = match &self.source {
-            Source::Directory(root) => read_text(&root.join(path)),
-            Source::Recording(recording) => recording.files.get(path).cloned(),
+            TreeSource::Directory(root) => read_text(&root.join(path)),
+            TreeSource::Recording(recording) => recording.files.get(path).cloned(),
         }?;
         if let Some(seen) = &self.seen {
             seen.borrow_mut().files.insert(path.into(), text.clone());
@@ -99,10 +99,10 @@ impl Tree {
     /// Returns the target of the symbolic link at `path`, as written there.
     pub fn link(&self, path: &str) -> Option<String> {
         let target = match &self.source {
-            Source::Directory(root) => {
+            TreeSource::Directory(root) => {
                 Some(std::fs::read_link(root.join(path)).ok()?.to_string_lossy().into_owned())
             }
-            Source::Recording(recording) => recording.links.get(path).cloned(),
+            TreeSource::Recording(recording) => recording.links.get(path).cloned(),
         }?;
         if let Some(seen) = &self.seen {
             seen.borrow_mut().links.insert(path.into(), target.clone());
@@ -113,8 +113,8 @@ impl Tree {
     /// Lists the directory at `path`, with `mlx5_2` before `mlx5_10`; empty if it is absent.
     pub fn list(&self, path: &str) -> Vec<String> {
         let names = match &self.source {
-            Source::Directory(root) => read_names(&root.join(path)),
-            Source::Recording(recording) => recording.lists.get(path).cloned(),
+            TreeSource::Directory(root) => read_names(&root.join(path)),
+            TreeSource::Recording(recording) => recording.lists.get(path).cloned(),
         };
         let Some(mut names) = names else { return Vec::new() };
         names.sort_by_cached_key(|name| (natural(name), name.clone()));
@@ -160,12 +160,12 @@ fn natural(name: &str) -> Vec<(String, u64)> {
 }
 
 /// Reads values from a tree, and notes implausible ones.
-pub(crate) struct Reader<'a> {
+pub(crate) struct TreeReader<'a> {
     pub(crate) tree: &'a Tree,
     pub(crate) notes: Vec<String>,
 }
 
-impl Reader<'_> {
+impl TreeReader<'_> {
     /// Parses the file at `path` with `parse`; adds a note if that fails.
     pub(crate) fn value<T>(&mut self, path: &str, parse: impl Fn(&str) -> Option<T>) -> Option<T> {
         let text = self.tree.text(path)?;
@@ -221,7 +221,7 @@ mod tests {
         let mut recording = Recording::default();
         recording.files.insert("sys/a".into(), "seven".into());
         let tree = Tree::recorded(recording).unwrap();
-        let mut reader = Reader { tree: &tree, notes: Vec::new() };
+        let mut reader = TreeReader { tree: &tree, notes: Vec::new() };
         assert_eq!(reader.number::<u32>("sys/a"), None);
         assert_eq!(reader.number::<u32>("sys/b"), None);
         assert_eq!(reader.notes, ["/sys/a holds 'seven', which is no such value"]);

@@ -1,7 +1,7 @@
 //! Enumerates and opens OpenCL devices.
 
 use crate::kernels::ProgramKey;
-use crate::memory::Memory;
+use crate::memory::OpenclMemory;
 use crate::queue::OpenClQueue;
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::memory::{Pinned, SharedMemory};
@@ -171,7 +171,7 @@ pub(crate) fn info(index: usize, platform: PlatformId, id: DeviceId) -> DeviceIn
 }
 
 /// State shared by a device and its queues.
-pub(crate) struct Shared {
+pub(crate) struct OpenclDeviceState {
     pub(crate) context: Context,
     pub(crate) id: DeviceId,
     pub(crate) version: OpenclVersion,
@@ -180,7 +180,7 @@ pub(crate) struct Shared {
     imports: Mutex<Vec<Weak<dyn HostMemory>>>,
 }
 
-impl Shared {
+impl OpenclDeviceState {
     /// Checks that imported host memory is unchanged, since a batch may have computed with it.
     ///
     /// # Errors
@@ -214,7 +214,7 @@ impl Shared {
 pub struct OpenClDevice {
     info: DeviceInfo,
     limits: DeviceLimits,
-    shared: Arc<Shared>,
+    shared: Arc<OpenclDeviceState>,
     /// Queue for `read` and `write`, which wait for other queues' commands by their events.
     transfers: Mutex<CommandQueue>,
     queues: AtomicU64,
@@ -253,7 +253,7 @@ impl OpenClDevice {
             // queues may not use one buffer at once, even different parts of it
             copies_beside: false,
         };
-        let shared = Shared {
+        let shared = OpenclDeviceState {
             context,
             id,
             version,
@@ -275,9 +275,9 @@ impl OpenClDevice {
         &self,
         slice: &Slice,
         len: usize,
-        run: impl FnOnce(&CommandQueue, &Memory) -> core::Result<()>,
+        run: impl FnOnce(&CommandQueue, &OpenclMemory) -> core::Result<()>,
     ) -> Result<()> {
-        let memory = Memory::of(slice)?;
+        let memory = OpenclMemory::of(slice)?;
         let inside =
             slice.offset.checked_add(slice.bytes).is_some_and(|end| end <= slice.buffer.size_bytes());
         if len as u64 != slice.bytes || !inside {
@@ -337,14 +337,14 @@ impl Device for OpenClDevice {
             let message = format!("opencl: {bytes} bytes in one buffer; this device allows {max}");
             return Err(Error::new(ErrorKind::OutOfMemory, message));
         }
-        Ok(Slice::whole(Arc::new(Memory::new(&self.shared.context, bytes)?)))
+        Ok(Slice::whole(Arc::new(OpenclMemory::new(&self.shared.context, bytes)?)))
     }
 
     fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
         if !self.limits.imports_host_memory {
             return Err(Error::unsupported("opencl: this device has a memory of its own; copy into it"));
         }
-        let imported = Memory::imported(&self.shared.context, memory.clone())?;
+        let imported = OpenclMemory::imported(&self.shared.context, memory.clone())?;
         self.shared.imports.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&memory));
         Ok(Slice::whole(Arc::new(imported)))
     }
@@ -354,7 +354,7 @@ impl Device for OpenClDevice {
     }
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
-        Memory::of(to)?.writable()?;
+        OpenclMemory::of(to)?.writable()?;
         let offset = to_usize(to.offset);
         self.transfer(to, data.len(), |queue, memory| {
             // SAFETY: the call blocks until `data` is read, and the range is inside the buffer.

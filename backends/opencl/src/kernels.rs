@@ -86,7 +86,7 @@ pub(crate) enum Arg {
 
 /// The work that a command becomes.
 #[derive(Clone, Debug)]
-pub(crate) enum Work {
+pub(crate) enum OpenclStep {
     /// A kernel launch over a grid.
     Launch {
         program: ProgramKey,
@@ -143,9 +143,9 @@ fn launch(
     options: String,
     args: Vec<Arg>,
     grid: ([usize; 3], [usize; 3]),
-) -> Work {
+) -> OpenclStep {
     let (global, local) = grid;
-    Work::Launch { program: ProgramKey { file, options }, kernel, args, global, local }
+    OpenclStep::Launch { program: ProgramKey { file, options }, kernel, args, global, local }
 }
 
 /// Returns a grid of one thread per element.
@@ -154,21 +154,21 @@ fn each(count: u64) -> ([usize; 3], [usize; 3]) {
 }
 
 /// Plans `cmd` for a device with this tuning, as work in order; nothing if there is nothing to do.
-pub(crate) fn plan(cmd: &Cmd, tuning: KernelTuning) -> Vec<Work> {
+pub(crate) fn plan(cmd: &Cmd, tuning: KernelTuning) -> Vec<OpenclStep> {
     let works = match cmd.sig() {
         OpSig::Route { .. } => route(cmd.sig(), &operands(cmd), tuning).into(),
         _ => vec![single(cmd, tuning)],
     };
-    let is_empty = |work: &Work| match work {
-        Work::Launch { global, .. } => global.contains(&0),
-        Work::Copy { to, .. } | Work::Fill { to, .. } => to.bytes == 0,
+    let is_empty = |work: &OpenclStep| match work {
+        OpenclStep::Launch { global, .. } => global.contains(&0),
+        OpenclStep::Copy { to, .. } | OpenclStep::Fill { to, .. } => to.bytes == 0,
     };
     works.into_iter().filter(|work| !is_empty(work)).collect()
 }
 
 /// Plans an operation that is one kernel.
 #[expect(clippy::too_many_lines, reason = "one arm for each kind of operation")]
-fn single(cmd: &Cmd, tuning: KernelTuning) -> Work {
+fn single(cmd: &Cmd, tuning: KernelTuning) -> OpenclStep {
     let mut args = operands(cmd);
     match *cmd.sig() {
         OpSig::Sample { rows, cols, history, tops } => {
@@ -184,8 +184,8 @@ fn single(cmd: &Cmd, tuning: KernelTuning) -> Work {
             let macros = options(&[("VEC", &vector(cols.into(), tuning)), ("GROUP", &1)]);
             launch("sample.c", "sample", macros, args, ([rows as usize, 1, 1], [1, 1, 1]))
         }
-        OpSig::Copy { .. } => Work::Copy { from: cmd.args()[0].clone(), to: cmd.args()[1].clone() },
-        OpSig::Fill { word, .. } => Work::Fill { to: cmd.args()[0].clone(), word },
+        OpSig::Copy { .. } => OpenclStep::Copy { from: cmd.args()[0].clone(), to: cmd.args()[1].clone() },
+        OpSig::Fill { word, .. } => OpenclStep::Fill { to: cmd.args()[0].clone(), word },
         OpSig::Add { elements, x } | OpSig::SiluMul { elements, x } => {
             let vec = vector(elements, tuning);
             args.push(Arg::U64(elements / vec));
@@ -267,7 +267,7 @@ fn single(cmd: &Cmd, tuning: KernelTuning) -> Work {
 }
 
 /// Returns the choice, one group per token, and its order by expert.
-fn route(sig: &OpSig, args: &[Arg], tuning: KernelTuning) -> [Work; 2] {
+fn route(sig: &OpSig, args: &[Arg], tuning: KernelTuning) -> [OpenclStep; 2] {
     let OpSig::Route { tokens, bias, routing } = *sig else { unreachable!("called for route") };
     let at = 1 + usize::from(bias);
     let [chosen, weights, order, starts] = [0, 1, 2, 3].map(|i| args[at + i].clone());
@@ -297,7 +297,7 @@ fn route(sig: &OpSig, args: &[Arg], tuning: KernelTuning) -> [Work; 2] {
     ]
 }
 
-fn grouped(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {
+fn grouped(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> OpenclStep {
     let OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } = *sig else {
         unreachable!("called for grouped_gemm")
     };
@@ -354,7 +354,7 @@ fn rows_launch(
     (rows, cols): (u32, u32),
     args: Vec<Arg>,
     tuning: KernelTuning,
-) -> Work {
+) -> OpenclStep {
     let vec = vector(cols.into(), tuning);
     let macros = options(&[("X", &x), ("WEIGHT", &weight), ("OUT", &out), ("VEC", &vec)]);
     match tuning {
@@ -365,7 +365,7 @@ fn rows_launch(
     }
 }
 
-fn gemm(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {
+fn gemm(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> OpenclStep {
     let OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } = *sig else {
         unreachable!("called for gemm")
     };
@@ -437,7 +437,7 @@ fn quantised_options(quantised: &Quantised) -> String {
     options(&macros)
 }
 
-fn quantised(sig: &OpSig, mut args: Vec<Arg>) -> Work {
+fn quantised(sig: &OpSig, mut args: Vec<Arg>) -> OpenclStep {
     match *sig {
         OpSig::QuantisedGemm { m, n, k, x, weight, out, bias, accumulate } => {
             all_parts(&weight, k, &mut args);
@@ -462,7 +462,7 @@ fn quantised(sig: &OpSig, mut args: Vec<Arg>) -> Work {
     }
 }
 
-fn attention(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> Work {
+fn attention(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> OpenclStep {
     let (kernel, rows, heads, x, kv) = match *sig {
         OpSig::AttnPrefill { tokens, sequences, heads, pages_max, window, sinks, x, kv, .. } => {
             if !sinks {

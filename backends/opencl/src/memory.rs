@@ -8,7 +8,7 @@ use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A buffer, which the driver frees once the commands in flight that use it are done.
-pub(crate) struct Memory {
+pub(crate) struct OpenclMemory {
     mem: Mem,
     bytes: u64,
     /// For each queue, its number and the last event of its last batch that uses the buffer.
@@ -17,41 +17,41 @@ pub(crate) struct Memory {
     host: Option<Arc<dyn HostMemory>>,
 }
 
-impl std::fmt::Debug for Memory {
+impl std::fmt::Debug for OpenclMemory {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Memory").field("bytes", &self.bytes).field("imported", &self.host.is_some()).finish()
     }
 }
 
-impl Memory {
+impl OpenclMemory {
     /// Allocates `bytes` bytes on the device.
-    pub(crate) fn new(context: &Context, bytes: u64) -> Result<Memory> {
+    pub(crate) fn new(context: &Context, bytes: u64) -> Result<OpenclMemory> {
         // OpenCL rejects empty buffers
         let len = to_usize(bytes.max(1));
         // SAFETY: no host pointer is passed, so the flags refer to no memory of ours.
         let mem = unsafe { core::create_buffer::<_, u8>(context, MemFlags::READ_WRITE, len, None) };
         let mem = mem.map_err(|e| failure("clCreateBuffer", &e))?;
-        Ok(Memory { mem, bytes, users: Mutex::default(), host: None })
+        Ok(OpenclMemory { mem, bytes, users: Mutex::default(), host: None })
     }
 
     /// Wraps host memory in place.
-    pub(crate) fn imported(context: &Context, host: Arc<dyn HostMemory>) -> Result<Memory> {
+    pub(crate) fn imported(context: &Context, host: Arc<dyn HostMemory>) -> Result<OpenclMemory> {
         let bytes = host.as_bytes();
         if bytes.is_empty() {
             return Err(Error::invalid("opencl: an import of no bytes"));
         }
         let flags = MemFlags::READ_ONLY | MemFlags::USE_HOST_PTR;
-        // SAFETY: `host` does not move or change while it is held, and `Memory` holds it until `mem` is
+        // SAFETY: `host` does not move or change while it is held, and `OpenclMemory` holds it until `mem` is
         // released and every command that uses it is done (see `drop`). READ_ONLY keeps kernels, and
         // `writable` keeps our own commands, from writing through the pointer.
         let mem = unsafe { core::create_buffer::<_, u8>(context, flags, bytes.len(), Some(bytes)) };
         let mem = mem.map_err(|e| failure("clCreateBuffer over host memory", &e))?;
-        Ok(Memory { mem, bytes: bytes.len() as u64, users: Mutex::default(), host: Some(host) })
+        Ok(OpenclMemory { mem, bytes: bytes.len() as u64, users: Mutex::default(), host: Some(host) })
     }
 
     /// Returns the memory of a slice.
-    pub(crate) fn of(slice: &Slice) -> Result<&Memory> {
-        let memory = slice.buffer.as_any().downcast_ref::<Memory>();
+    pub(crate) fn of(slice: &Slice) -> Result<&OpenclMemory> {
+        let memory = slice.buffer.as_any().downcast_ref::<OpenclMemory>();
         memory.ok_or_else(|| Error::invalid("opencl: the slice belongs to another device"))
     }
 
@@ -86,7 +86,7 @@ impl Memory {
     }
 }
 
-impl Buffer for Memory {
+impl Buffer for OpenclMemory {
     fn size_bytes(&self) -> u64 {
         self.bytes
     }
@@ -96,7 +96,7 @@ impl Buffer for Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for OpenclMemory {
     fn drop(&mut self) {
         if self.host.is_some() {
             self.settle();

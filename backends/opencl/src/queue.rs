@@ -1,8 +1,8 @@
 //! An in-order OpenCL queue, which waits by polling the last event.
 
-use crate::device::{NO_EVENTS, Shared, failure};
-use crate::kernels::{self, Arg, ProgramKey, Work};
-use crate::memory::Memory;
+use crate::device::{NO_EVENTS, OpenclDeviceState, failure};
+use crate::kernels::{self, Arg, OpenclStep, ProgramKey};
+use crate::memory::OpenclMemory;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
@@ -23,7 +23,7 @@ const POLLS_AWAKE: u32 = 200;
 const NAP: Duration = Duration::from_micros(50);
 
 /// A submitted batch.
-enum Batch {
+enum OpenclBatch {
     /// In flight: its first and last events; none if it had nothing to do.
     Running(Option<(Event, Event)>),
     Done(Elapsed),
@@ -31,11 +31,11 @@ enum Batch {
 
 /// A queue of one device.
 pub(crate) struct OpenClQueue {
-    shared: Arc<Shared>,
+    shared: Arc<OpenclDeviceState>,
     number: u64,
     commands: CommandQueue,
     kernels: HashMap<(ProgramKey, &'static str), Kernel>,
-    batches: VecDeque<Batch>,
+    batches: VecDeque<OpenclBatch>,
     /// Ticket of the first batch in `batches`.
     first: u64,
     /// The first failure, as the ticket and its error.
@@ -43,12 +43,12 @@ pub(crate) struct OpenClQueue {
 }
 
 /// A recorded batch: commands resolved to kernels, with the buffers that they use.
-struct Recorded {
-    works: Vec<Work>,
+struct OpenclRecording {
+    works: Vec<OpenclStep>,
     buffers: Vec<Slice>,
 }
 
-impl Graph for Recorded {
+impl Graph for OpenclRecording {
     fn as_any(&self) -> &dyn Any {
         self
     }
@@ -59,7 +59,7 @@ impl Graph for Recorded {
 }
 
 impl OpenClQueue {
-    pub(crate) fn new(shared: Arc<Shared>, number: u64) -> Result<OpenClQueue> {
+    pub(crate) fn new(shared: Arc<OpenclDeviceState>, number: u64) -> Result<OpenClQueue> {
         let properties = Some(CommandQueueProperties::PROFILING_ENABLE);
         let commands = core::create_command_queue(&shared.context, shared.id, properties)
             .map_err(|e| failure("clCreateCommandQueue", &e))?;
@@ -75,17 +75,17 @@ impl OpenClQueue {
     }
 
     /// Checks and resolves a batch and builds its kernels; nothing is enqueued if any of this fails.
-    fn resolve(&mut self, cmds: &[Cmd]) -> Result<Recorded> {
-        let mut recorded = Recorded { works: Vec::with_capacity(cmds.len()), buffers: Vec::new() };
+    fn resolve(&mut self, cmds: &[Cmd]) -> Result<OpenclRecording> {
+        let mut recorded = OpenclRecording { works: Vec::with_capacity(cmds.len()), buffers: Vec::new() };
         for cmd in cmds {
             for (operand, slice) in cmd.sig().operands().iter().zip(cmd.args()) {
-                let memory = Memory::of(slice)?;
+                let memory = OpenclMemory::of(slice)?;
                 if operand.access != OperandAccess::Read {
                     memory.writable()?;
                 }
             }
             for work in kernels::plan(cmd, self.shared.tuning) {
-                if let Work::Launch { program, kernel, .. } = &work {
+                if let OpenclStep::Launch { program, kernel, .. } = &work {
                     self.kernel(program, kernel)?;
                 }
                 recorded.works.push(work);
@@ -107,7 +107,7 @@ impl OpenClQueue {
         Ok(&self.kernels[&key])
     }
 
-    fn run(&mut self, recorded: &Recorded) -> Result<Ticket> {
+    fn run(&mut self, recorded: &OpenclRecording) -> Result<Ticket> {
         if let Some((_, error)) = &self.failed {
             return Err(error.clone());
         }
@@ -131,10 +131,10 @@ impl OpenClQueue {
         core::flush(&self.commands).map_err(|e| failure("clFlush", &e))?;
         if let Some((_, end)) = &ends {
             for slice in &recorded.buffers {
-                Memory::of(slice)?.used_by(self.number, end);
+                OpenclMemory::of(slice)?.used_by(self.number, end);
             }
         }
-        self.batches.push_back(Batch::Running(ends));
+        self.batches.push_back(OpenclBatch::Running(ends));
         self.forget();
         Ok(Ticket(ticket))
     }
@@ -143,8 +143,8 @@ impl OpenClQueue {
     fn forget(&mut self) {
         while self.batches.len() > BATCHES_KEPT {
             let ended = match &self.batches[0] {
-                Batch::Done(_) | Batch::Running(None) => true,
-                Batch::Running(Some((_, last))) => Self::status(last).is_ok_and(|status| status == 0),
+                OpenclBatch::Done(_) | OpenclBatch::Running(None) => true,
+                OpenclBatch::Running(Some((_, last))) => Self::status(last).is_ok_and(|status| status == 0),
             };
             if !ended {
                 break;
@@ -154,26 +154,26 @@ impl OpenClQueue {
         }
     }
 
-    fn enqueue(&mut self, work: &Work, event: Option<&mut Event>) -> Result<()> {
+    fn enqueue(&mut self, work: &OpenclStep, event: Option<&mut Event>) -> Result<()> {
         let commands = self.commands.clone();
         match work {
-            Work::Copy { from, to } => {
-                let (source, target) = (Memory::of(from)?.mem(), Memory::of(to)?.mem());
+            OpenclStep::Copy { from, to } => {
+                let (source, target) = (OpenclMemory::of(from)?.mem(), OpenclMemory::of(to)?.mem());
                 let (start, end, len) = (to_usize(from.offset), to_usize(to.offset), to_usize(to.bytes));
                 core::enqueue_copy_buffer::<u8, _, _, _>(
                     &commands, source, target, start, end, len, NO_EVENTS, event,
                 )
                 .map_err(|e| failure("copy", &e))
             }
-            Work::Fill { to, word } => {
+            OpenclStep::Fill { to, word } => {
                 // counted in words, like the pattern
                 let (offset, len) = (to_usize(to.offset) / 4, to_usize(to.bytes) / 4);
-                let target = Memory::of(to)?.mem();
+                let target = OpenclMemory::of(to)?.mem();
                 let version = Some(&self.shared.version);
                 core::enqueue_fill_buffer(&commands, target, *word, offset, len, NO_EVENTS, event, version)
                     .map_err(|e| failure("fill", &e))
             }
-            Work::Launch { program, kernel: name, args, global, local } => {
+            OpenclStep::Launch { program, kernel: name, args, global, local } => {
                 let kernel = self.kernel(program, name)?;
                 set_args(kernel, args)?;
                 // SAFETY: the arguments match the kernel's signature (`kernels::plan` and the .cl file
@@ -217,7 +217,7 @@ fn set_args(kernel: &Kernel, args: &[Arg]) -> Result<()> {
     for arg in args {
         match arg {
             Arg::Elements(slice, at) => {
-                set(ArgVal::mem(Memory::of(slice)?.mem()))?;
+                set(ArgVal::mem(OpenclMemory::of(slice)?.mem()))?;
                 set(ArgVal::scalar(at))?;
             }
             Arg::U32(value) => set(ArgVal::scalar(value))?,
@@ -256,11 +256,11 @@ impl Queue for OpenClQueue {
             return Err(Error::invalid(message));
         };
         let (first, last) = match batch {
-            Batch::Done(elapsed) => return Ok(*elapsed),
-            Batch::Running(None) => {
+            OpenclBatch::Done(elapsed) => return Ok(*elapsed),
+            OpenclBatch::Running(None) => {
                 // an empty batch ends with the ones before it
                 let before = (0..index.unwrap_or(0)).rev().find_map(|i| match &self.batches[i] {
-                    Batch::Running(Some(ends)) => Some(ends.clone()),
+                    OpenclBatch::Running(Some(ends)) => Some(ends.clone()),
                     _ => None,
                 });
                 if let Some((_, last)) = before {
@@ -268,7 +268,7 @@ impl Queue for OpenClQueue {
                 }
                 return Ok(Elapsed { time: Seconds::ZERO, clock: ClockKind::Host });
             }
-            Batch::Running(Some((first, last))) => (first.clone(), last.clone()),
+            OpenclBatch::Running(Some((first, last))) => (first.clone(), last.clone()),
         };
         let start = Instant::now();
         self.finish(ticket, &last, timeout)?;
@@ -281,7 +281,7 @@ impl Queue for OpenClQueue {
             None => Elapsed { time: Seconds(start.elapsed().as_secs_f64()), clock: ClockKind::Host },
         };
         if let Some(batch) = index.and_then(|i| self.batches.get_mut(i)) {
-            *batch = Batch::Done(elapsed);
+            *batch = OpenclBatch::Done(elapsed);
         }
         Ok(elapsed)
     }
@@ -291,7 +291,7 @@ impl Queue for OpenClQueue {
     }
 
     fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
-        let recorded = graph.as_any().downcast_ref::<Recorded>();
+        let recorded = graph.as_any().downcast_ref::<OpenclRecording>();
         self.run(recorded.ok_or_else(|| Error::invalid("opencl: the graph belongs to another device"))?)
     }
 }

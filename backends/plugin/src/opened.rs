@@ -28,9 +28,9 @@ unsafe impl Send for OpenedDevice {}
 unsafe impl Sync for OpenedDevice {}
 
 /// Holds a device for one call.
-struct Turn<'a>(&'a OpenedDevice);
+struct DeviceCall<'a>(&'a OpenedDevice);
 
-impl Drop for Turn<'_> {
+impl Drop for DeviceCall<'_> {
     fn drop(&mut self) {
         *self.0.busy() = false;
         self.0.is_free.notify_one();
@@ -149,7 +149,7 @@ impl OpenedDevice {
     }
 
     /// Waits until nothing else runs; as long as it takes without `limit`.
-    fn turn(&self, limit: Option<Duration>) -> Result<Turn<'_>> {
+    fn turn(&self, limit: Option<Duration>) -> Result<DeviceCall<'_>> {
         let began = Instant::now();
         let mut busy = self.busy();
         while *busy {
@@ -163,7 +163,7 @@ impl OpenedDevice {
             busy = self.is_free.wait_timeout(busy, wait).unwrap_or_else(PoisonError::into_inner).0;
         }
         *busy = true;
-        Ok(Turn(self))
+        Ok(DeviceCall(self))
     }
 
     /// Runs a batch.

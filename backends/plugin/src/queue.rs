@@ -14,7 +14,7 @@ const TIMES_MAX: usize = 4096;
 
 /// What is done.
 #[derive(Default)]
-struct Done {
+struct PluginCompletions {
     /// Number of batches that are done.
     count: u64,
     /// Times of the latest of them.
@@ -24,13 +24,13 @@ struct Done {
 }
 
 #[derive(Default)]
-struct Progress {
-    done: Mutex<Done>,
+struct PluginProgress {
+    done: Mutex<PluginCompletions>,
     changed: Condvar,
 }
 
-impl Progress {
-    fn lock(&self) -> MutexGuard<'_, Done> {
+impl PluginProgress {
+    fn lock(&self) -> MutexGuard<'_, PluginCompletions> {
         self.done.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -38,25 +38,25 @@ impl Progress {
 /// A queue of a library's device.
 pub(crate) struct PluginQueue {
     device: Arc<OpenedDevice>,
-    batches: Sender<Batch>,
+    batches: Sender<PluginBatch>,
     submitted: u64,
-    progress: Arc<Progress>,
+    progress: Arc<PluginProgress>,
     id: String,
 }
 
 /// What the thread of a queue has to run.
-enum Batch {
+enum PluginBatch {
     New(Vec<Cmd>),
     Prepared(Arc<PluginGraph>),
 }
 
 /// A batch to run again: as the library has prepared it, or as it was given.
-enum Recorded {
+enum PluginRecording {
     Commands(Vec<Cmd>),
     Graph(Arc<PluginGraph>),
 }
 
-impl Graph for Recorded {
+impl Graph for PluginRecording {
     fn as_any(&self) -> &dyn Any {
         self
     }
@@ -69,7 +69,7 @@ impl Graph for Recorded {
 impl PluginQueue {
     pub(crate) fn start(device: Arc<OpenedDevice>, id: &str) -> Result<Self> {
         let (batches, incoming) = channel();
-        let progress = Arc::new(Progress::default());
+        let progress = Arc::new(PluginProgress::default());
         let (told, opened) = (progress.clone(), device.clone());
         let work = move || run(&opened, &incoming, &told);
         let thread = std::thread::Builder::new().name(format!("queue {id}")).spawn(work);
@@ -77,7 +77,7 @@ impl PluginQueue {
         Ok(PluginQueue { device, batches, submitted: 0, progress, id: id.to_owned() })
     }
 
-    fn send(&mut self, batch: Batch) -> Result<Ticket> {
+    fn send(&mut self, batch: PluginBatch) -> Result<Ticket> {
         let gone = |_| Error::new(ErrorKind::DeviceLost, format!("{}: its thread is gone", self.id));
         self.batches.send(batch).map_err(gone)?;
         self.submitted += 1;
@@ -86,14 +86,14 @@ impl PluginQueue {
 }
 
 /// Runs batches until the queue is dropped. One that never ends keeps its thread, and nothing else.
-fn run(device: &Arc<OpenedDevice>, batches: &Receiver<Batch>, progress: &Progress) {
+fn run(device: &Arc<OpenedDevice>, batches: &Receiver<PluginBatch>, progress: &PluginProgress) {
     while let Ok(batch) = batches.recv() {
         let began = Instant::now();
         let failed = progress.lock().failed.is_some();
         let result = match &batch {
             _ if failed => Ok(()),
-            Batch::New(cmds) => device.run(cmds),
-            Batch::Prepared(graph) => device.replay(graph),
+            PluginBatch::New(cmds) => device.run(cmds),
+            PluginBatch::Prepared(graph) => device.replay(graph),
         };
         let time = Seconds(began.elapsed().as_secs_f64());
         // buffers are freed before it is said that the batch is done
@@ -114,14 +114,14 @@ fn run(device: &Arc<OpenedDevice>, batches: &Receiver<Batch>, progress: &Progres
 
 impl Queue for PluginQueue {
     fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket> {
-        self.send(Batch::New(cmds.to_vec()))
+        self.send(PluginBatch::New(cmds.to_vec()))
     }
 
     fn wait(&mut self, ticket: Ticket, timeout: Duration) -> Result<Elapsed> {
         if ticket.0 == 0 || ticket.0 > self.submitted {
             return Err(Error::invalid(format!("{}: ticket {} was not given", self.id, ticket.0)));
         }
-        let waits = |done: &mut Done| done.count < ticket.0 && done.failed.is_none();
+        let waits = |done: &mut PluginCompletions| done.count < ticket.0 && done.failed.is_none();
         let lock = self.progress.lock();
         let waited = self.progress.changed.wait_timeout_while(lock, timeout, waits);
         let (done, _) = waited.unwrap_or_else(PoisonError::into_inner);
@@ -139,17 +139,17 @@ impl Queue for PluginQueue {
 
     fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
         Ok(Arc::new(match self.device.record(cmds)? {
-            Some(graph) => Recorded::Graph(Arc::new(graph)),
-            None => Recorded::Commands(cmds.to_vec()),
+            Some(graph) => PluginRecording::Graph(Arc::new(graph)),
+            None => PluginRecording::Commands(cmds.to_vec()),
         }))
     }
 
     fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
-        match graph.as_any().downcast_ref::<Recorded>() {
-            Some(Recorded::Graph(graph)) if graph.is_of(&self.device) => {
-                self.send(Batch::Prepared(graph.clone()))
+        match graph.as_any().downcast_ref::<PluginRecording>() {
+            Some(PluginRecording::Graph(graph)) if graph.is_of(&self.device) => {
+                self.send(PluginBatch::Prepared(graph.clone()))
             }
-            Some(Recorded::Commands(cmds)) => self.submit(cmds),
+            Some(PluginRecording::Commands(cmds)) => self.submit(cmds),
             _ => Err(Error::invalid("the batch was recorded by another device")),
         }
     }

@@ -24,17 +24,17 @@ use std::time::Duration;
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Writes weights to a device again, as it did for the first time.
-pub type Recipe = Box<dyn Fn(&dyn Device) -> Result<()> + Send + Sync>;
+pub type WeightsRecipe = Box<dyn Fn(&dyn Device) -> Result<()> + Send + Sync>;
 
 /// A device of another process.
 ///
 /// When the connection has ended, every call fails until [`Device::queue`] makes a new one, allocates all
 /// buffers anew and writes weights again. The content of other buffers is then undefined, as after any
 /// failure of a device.
-pub struct RemoteDevice(Arc<Shared>);
+pub struct RemoteDevice(Arc<RemoteDeviceState>);
 
 /// What buffers and queues need of their device.
-pub(crate) struct Shared {
+pub(crate) struct RemoteDeviceState {
     address: LinkAddress,
     access: DeviceAccess,
     info: DeviceInfo,
@@ -60,7 +60,7 @@ struct KeptBuffer {
 /// Weights and what writes them: their numbers and bytes in the order in which they are allocated.
 struct Placement {
     buffers: Vec<(u64, u64)>,
-    recipe: Recipe,
+    recipe: WeightsRecipe,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -69,7 +69,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// A buffer of the other process.
 struct RemoteBuffer {
-    shared: Arc<Shared>,
+    shared: Arc<RemoteDeviceState>,
     number: u64,
     bytes: u64,
     /// Whether the buffer ends with this value.
@@ -107,7 +107,7 @@ impl Drop for RemoteBuffer {
     }
 }
 
-fn buffer_of<'a>(shared: &Arc<Shared>, slice: &'a Slice) -> Result<&'a RemoteBuffer> {
+fn buffer_of<'a>(shared: &Arc<RemoteDeviceState>, slice: &'a Slice) -> Result<&'a RemoteBuffer> {
     let buffer = slice.buffer.as_any().downcast_ref::<RemoteBuffer>();
     let own = buffer.filter(|buffer| Arc::ptr_eq(&buffer.shared, shared));
     let own = own
@@ -120,11 +120,11 @@ fn buffer_of<'a>(shared: &Arc<Shared>, slice: &'a Slice) -> Result<&'a RemoteBuf
 }
 
 /// The number of a slice's buffer, which must be of this device.
-pub(crate) fn number_of(shared: &Arc<Shared>, slice: &Slice) -> Result<u64> {
+pub(crate) fn number_of(shared: &Arc<RemoteDeviceState>, slice: &Slice) -> Result<u64> {
     Ok(buffer_of(shared, slice)?.number)
 }
 
-impl Shared {
+impl RemoteDeviceState {
     fn session(&self) -> Arc<RemoteSession> {
         lock(&self.session).clone()
     }
@@ -159,7 +159,7 @@ impl RemoteDevice {
             notes,
             ..theirs
         };
-        Ok(RemoteDevice(Arc::new(Shared {
+        Ok(RemoteDevice(Arc::new(RemoteDeviceState {
             address,
             access,
             info,
@@ -181,9 +181,9 @@ impl RemoteDevice {
         &self,
         recipe: impl Fn(&dyn Device) -> std::result::Result<T, E> + Send + Sync + 'static,
     ) -> std::result::Result<T, E> {
-        let view = View { placing: Placing::First(Mutex::default()), ..self.view() };
+        let view = View { placing: WeightsAllocation::First(Mutex::default()), ..self.view() };
         let placed = recipe(&view)?;
-        let Placing::First(buffers) = view.placing else { return Ok(placed) };
+        let WeightsAllocation::First(buffers) = view.placing else { return Ok(placed) };
         let buffers = buffers.into_inner().unwrap_or_else(PoisonError::into_inner);
         let again = move |device: &dyn Device| {
             recipe(device).map(drop).map_err(|error| Error::new(ErrorKind::Other, error.to_string()))
@@ -193,7 +193,7 @@ impl RemoteDevice {
     }
 
     fn view(&self) -> View<'_> {
-        View { shared: &self.0, session: self.0.session(), placing: Placing::Not }
+        View { shared: &self.0, session: self.0.session(), placing: WeightsAllocation::Not }
     }
 
     /// A connection with all buffers, in place of one that has ended.
@@ -237,7 +237,7 @@ impl RemoteDevice {
             }
         }
         for Placement { buffers, recipe } in &*lock(&shared.placements) {
-            let again = Placing::Again(Mutex::new(buffers.iter().copied().collect()));
+            let again = WeightsAllocation::Again(Mutex::new(buffers.iter().copied().collect()));
             recipe(&View { shared, session: session.clone(), placing: again })?;
         }
         Ok(())
@@ -263,13 +263,13 @@ impl Device for RemoteDevice {
 
 /// A device by one of its connections.
 struct View<'a> {
-    shared: &'a Arc<Shared>,
+    shared: &'a Arc<RemoteDeviceState>,
     session: Arc<RemoteSession>,
-    placing: Placing,
+    placing: WeightsAllocation,
 }
 
 /// What an allocation of weights is for.
-enum Placing {
+enum WeightsAllocation {
     /// Its owner writes it.
     Not,
     /// A recipe writes it, for the first time: numbers and bytes in their order.
@@ -308,7 +308,7 @@ impl Device for View<'_> {
     }
 
     fn alloc(&self, bytes: u64, usage: BufferUsage) -> Result<Slice> {
-        if let Placing::Again(left) = &self.placing {
+        if let WeightsAllocation::Again(left) = &self.placing {
             let next = lock(left).pop_front();
             if let Some((number, placed)) = next
                 && lock(&self.shared.buffers).contains_key(&number)
@@ -321,10 +321,10 @@ impl Device for View<'_> {
         }
         let number = self.number();
         self.shared.alloc(&self.session, number, bytes, usage)?;
-        if let Placing::First(buffers) = &self.placing {
+        if let WeightsAllocation::First(buffers) = &self.placing {
             lock(buffers).push((number, bytes));
         }
-        let is_kept = usage == BufferUsage::Weights && matches!(self.placing, Placing::Not);
+        let is_kept = usage == BufferUsage::Weights && matches!(self.placing, WeightsAllocation::Not);
         let kept = KeptBuffer { bytes, usage, content: is_kept.then(Vec::new) };
         lock(&self.shared.buffers).insert(number, kept);
         Ok(self.slice(number, bytes, (true, is_kept)))

@@ -1,6 +1,6 @@
 //! Results that came with the end of a batch, until they are read.
 
-use crate::frame::Body;
+use crate::frame::MessageBody;
 use mixfleet_hal::cast::to_usize;
 use std::ops::Range;
 use std::sync::Arc;
@@ -35,12 +35,12 @@ pub(crate) struct Expected {
 /// Bytes of buffers that nothing has written since they were sent.
 #[derive(Default)]
 pub(crate) struct Fetched {
-    kept: Vec<(BufferRange, Arc<Body>, Range<usize>)>,
+    kept: Vec<(BufferRange, Arc<MessageBody>, Range<usize>)>,
 }
 
 impl Fetched {
     /// Files the results of a batch, which are the end of `body`. False if they are of another length.
-    pub(crate) fn file(&mut self, expected: &[Expected], body: Body, from: usize) -> bool {
+    pub(crate) fn file(&mut self, expected: &[Expected], body: MessageBody, from: usize) -> bool {
         let all: u64 = expected.iter().map(|expected| expected.place.bytes).sum();
         if (body.len() - from) as u64 != all {
             return false;
@@ -62,7 +62,7 @@ impl Fetched {
     }
 
     /// Copies what is here of `place` to `data`, and forgets it. Gives back the memory that is then free.
-    pub(crate) fn take(&mut self, place: &BufferRange, data: &mut [u8]) -> Option<Option<Body>> {
+    pub(crate) fn take(&mut self, place: &BufferRange, data: &mut [u8]) -> Option<Option<MessageBody>> {
         let at = self.kept.iter().position(|(other, ..)| other == place)?;
         let (_, body, range) = self.kept.remove(at);
         data.copy_from_slice(&body[range]);

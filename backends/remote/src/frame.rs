@@ -40,12 +40,12 @@ pub(crate) fn put_frame<E>(
 
 /// A message without its length, which begins with what it is.
 #[derive(Default)]
-pub(crate) struct Body {
+pub(crate) struct MessageBody {
     bytes: Vec<u8>,
     length: usize,
 }
 
-impl std::ops::Deref for Body {
+impl std::ops::Deref for MessageBody {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
@@ -58,7 +58,7 @@ pub(crate) enum Arrived {
     /// It is in the reader's memory until the next one is received.
     InReader(Range<usize>),
     /// It was too long for that.
-    Apart(Body),
+    Apart(MessageBody),
 }
 
 /// Receives messages.
@@ -67,8 +67,8 @@ pub(crate) struct FrameReader {
     from: usize,
     to: usize,
     /// A long message of which a part has arrived, and the number of its bytes so far.
-    part: Option<(Body, usize)>,
-    spare: Vec<Body>,
+    part: Option<(MessageBody, usize)>,
+    spare: Vec<MessageBody>,
     length_max: usize,
 }
 
@@ -98,7 +98,7 @@ impl FrameReader {
     }
 
     /// The message that was received last, to be kept.
-    pub(crate) fn kept(&mut self, arrived: Arrived) -> Body {
+    pub(crate) fn kept(&mut self, arrived: Arrived) -> MessageBody {
         match arrived {
             Arrived::Apart(body) => body,
             Arrived::InReader(range) => self.begun(range.len(), range),
@@ -106,7 +106,7 @@ impl FrameReader {
     }
 
     /// Takes the memory of a message back.
-    pub(crate) fn recycle(&mut self, body: Body) {
+    pub(crate) fn recycle(&mut self, body: MessageBody) {
         if self.spare.len() < SPARE_MAX {
             self.spare.push(body);
         }
@@ -178,7 +178,7 @@ impl FrameReader {
     }
 
     /// A message of such a length that begins with bytes that are here.
-    fn begun(&mut self, length: usize, here: Range<usize>) -> Body {
+    fn begun(&mut self, length: usize, here: Range<usize>) -> MessageBody {
         let mut body = self.spare.pop().unwrap_or_default();
         if body.bytes.len() < here.len() {
             body.bytes.resize(here.len(), 0);

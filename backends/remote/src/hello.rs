@@ -77,7 +77,7 @@ fn send(link: &Duplex, fill: impl FnOnce(&mut Vec<u8>)) -> Result<()> {
     link.send(&[&out], CALL_TIMEOUT, &mut || Ok(false)).map_err(|error| refused(error.to_string()))
 }
 
-fn receive(link: &Duplex, reader: &mut FrameReader, deadline: Instant) -> Result<crate::frame::Body> {
+fn receive(link: &Duplex, reader: &mut FrameReader, deadline: Instant) -> Result<crate::frame::MessageBody> {
     let came = reader.next(link, Some(deadline)).map_err(|error| refused(error.to_string()))?;
     let came = came.ok_or_else(|| Error::new(ErrorKind::Timeout, "the other process does not answer"))?;
     Ok(reader.kept(came))

@@ -33,6 +33,6 @@ mod served;
 mod server;
 mod session;
 
-pub use device::{Recipe, RemoteDevice};
+pub use device::{RemoteDevice, WeightsRecipe};
 pub use hello::{AnswerCheck, DeviceAccess, SharedSecret, Shown};
 pub use server::{DeviceServer, serve};

@@ -1,7 +1,7 @@
 //! A queue of a device of another process.
 
 use crate::code::{put, put_cmds, put_slice};
-use crate::device::{Shared, number_of};
+use crate::device::{RemoteDeviceState, number_of};
 use crate::fetched::BufferRange;
 use crate::protocol::{CALL_TIMEOUT, DATA_BYTES_MAX, ask};
 use crate::session::RemoteSession;
@@ -12,14 +12,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 pub(crate) struct RemoteQueue {
-    shared: Arc<Shared>,
+    shared: Arc<RemoteDeviceState>,
     session: Arc<RemoteSession>,
     number: u64,
     submitted: u64,
 }
 
 impl RemoteQueue {
-    pub(crate) fn new(shared: Arc<Shared>, session: Arc<RemoteSession>, number: u64) -> Self {
+    pub(crate) fn new(shared: Arc<RemoteDeviceState>, session: Arc<RemoteSession>, number: u64) -> Self {
         RemoteQueue { shared, session, number, submitted: 0 }
     }
 

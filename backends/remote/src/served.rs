@@ -43,12 +43,12 @@ struct ServedQueue {
     graphs: BTreeMap<u64, Arc<dyn Graph>>,
     queue: Box<dyn Queue>,
     /// Batches whose ends the user has not been told, oldest first.
-    batches: VecDeque<Batch>,
+    batches: VecDeque<ServedBatch>,
     /// Why all later batches fail.
     failure: Option<Error>,
 }
 
-struct Batch {
+struct ServedBatch {
     begun: Result<Ticket>,
     results: Vec<Slice>,
 }
@@ -346,7 +346,7 @@ impl ServedQueue {
         if let Err(error) = &begun {
             self.failure.get_or_insert(error.clone());
         }
-        self.batches.push_back(Batch { begun, results });
+        self.batches.push_back(ServedBatch { begun, results });
     }
 
     /// The oldest batch's end and results, if it ends within a slice of time.

@@ -4,7 +4,7 @@
 
 use crate::code::{Taker, put};
 use crate::fetched::{BufferRange, Expected, Fetched};
-use crate::frame::{Body, FrameReader, put_frame};
+use crate::frame::{FrameReader, MessageBody, put_frame};
 use crate::hello::{self, DeviceAccess};
 use crate::protocol::{
     CALL_TIMEOUT, DATA_BYTES_MAX, FRAME_BYTES_MAX, HELLO_BYTES_MAX, HELLO_TIMEOUT, PIECE_BYTES, SILENCE, ask,
@@ -37,28 +37,28 @@ pub(crate) struct RemoteSession {
     /// What is sent with the next message that cannot wait.
     pending: Mutex<Vec<u8>>,
     reader: Mutex<FrameReader>,
-    inbox: Mutex<Inbox>,
+    inbox: Mutex<SessionInbox>,
     changed: Condvar,
 }
 
 /// The answer to a call, which begins at a byte of a message.
-pub(crate) struct Reply {
-    body: Body,
+pub(crate) struct CallReply {
+    body: MessageBody,
     from: usize,
 }
 
-impl Reply {
+impl CallReply {
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.body[self.from..]
     }
 }
 
 #[derive(Default)]
-struct Inbox {
+struct SessionInbox {
     /// Whether a thread receives.
     is_watched: bool,
     calls: u64,
-    replies: BTreeMap<u64, Result<Reply>>,
+    replies: BTreeMap<u64, Result<CallReply>>,
     queues: BTreeMap<u64, QueueLog>,
     fetched: Fetched,
     failure: Option<Error>,
@@ -206,7 +206,7 @@ impl RemoteSession {
         kind: u8,
         timeout: Duration,
         fill: impl FnOnce(&mut Vec<u8>) -> Result<()>,
-    ) -> Result<Reply> {
+    ) -> Result<CallReply> {
         let call = {
             let mut inbox = lock(&self.inbox);
             inbox.calls += 1;
@@ -227,12 +227,12 @@ impl RemoteSession {
     }
 
     /// Gives the memory of an answer back.
-    pub(crate) fn recycle(&self, body: Body) {
+    pub(crate) fn recycle(&self, body: MessageBody) {
         lock(&self.reader).recycle(body);
     }
 
     /// The same for an answer.
-    pub(crate) fn recycle_reply(&self, reply: Reply) {
+    pub(crate) fn recycle_reply(&self, reply: CallReply) {
         self.recycle(reply.body);
     }
 
@@ -240,7 +240,7 @@ impl RemoteSession {
     fn until<T>(
         &self,
         deadline: Instant,
-        mut ready: impl FnMut(&mut Inbox) -> Option<T>,
+        mut ready: impl FnMut(&mut SessionInbox) -> Option<T>,
     ) -> Option<Result<T>> {
         let mut inbox = lock(&self.inbox);
         loop {
@@ -392,7 +392,7 @@ impl QueueLog {
     }
 }
 
-impl Inbox {
+impl SessionInbox {
     fn overwrite(&mut self, written: &[BufferRange]) {
         for place in written {
             self.fetched.forget(place);
@@ -401,7 +401,7 @@ impl Inbox {
         }
     }
 
-    fn file(&mut self, body: Body) -> Result<()> {
+    fn file(&mut self, body: MessageBody) -> Result<()> {
         let mut taker = Taker(&body);
         match taker.byte()? {
             tell::REPLY => {
@@ -409,7 +409,7 @@ impl Inbox {
                 let reply = match taker.byte()? {
                     0 => {
                         let from = body.len() - taker.0.len();
-                        Ok(Reply { body, from })
+                        Ok(CallReply { body, from })
                     }
                     _ => Err(taker.error()?),
                 };

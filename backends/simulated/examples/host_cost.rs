@@ -11,7 +11,7 @@ use mixfleet_hal::{DType, Device, Result};
 use mixfleet_runtime::model::RandomCheckpoint;
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
-use mixfleet_simulated::{Clock, TimeOnlyDevice, VirtualClock};
+use mixfleet_simulated::{SimulatedClock, TimeOnlyDevice, VirtualClock};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

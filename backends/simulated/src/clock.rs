@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 const SPIN: Duration = Duration::from_micros(80);
 
 /// Simulated time, which never goes back.
-pub trait Clock: Send + Sync {
+pub trait SimulatedClock: Send + Sync {
     /// Returns the simulated time since the clock began.
     fn now(&self) -> Seconds;
 
@@ -41,7 +41,7 @@ impl RealClock {
     }
 }
 
-impl Clock for RealClock {
+impl SimulatedClock for RealClock {
     fn now(&self) -> Seconds {
         Seconds(self.start.elapsed().as_secs_f64() / self.dilation)
     }
@@ -72,7 +72,7 @@ pub struct VirtualClock {
     now: Mutex<Seconds>,
 }
 
-impl Clock for VirtualClock {
+impl SimulatedClock for VirtualClock {
     fn now(&self) -> Seconds {
         *self.now.lock().unwrap_or_else(PoisonError::into_inner)
     }

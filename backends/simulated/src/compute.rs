@@ -1,8 +1,8 @@
 //! A simulated device with correct results: the CPU backend or another device computes, and the profile
 //! determines the time.
 
-use crate::clock::{Clock, RealClock};
-use crate::costs::Costs;
+use crate::clock::{RealClock, SimulatedClock};
+use crate::costs::CostCache;
 use crate::device::SimulatedPart;
 use crate::memory::Charge;
 use crate::queue::{BatchRunner, SimQueue};
@@ -29,13 +29,13 @@ pub struct ComputeDevice {
 
 /// A buffer of the CPU backend that counts against the simulated memory.
 #[derive(Debug)]
-struct Counted {
+struct CountedBuffer {
     inner: Slice,
     role: BufferUsage,
     _charge: Charge,
 }
 
-impl Buffer for Counted {
+impl Buffer for CountedBuffer {
     fn size_bytes(&self) -> u64 {
         self.inner.bytes
     }
@@ -53,8 +53,8 @@ fn unwrapped(slice: &Slice) -> Result<Slice> {
     Ok(inner.range(slice.offset, slice.bytes))
 }
 
-fn counted(slice: &Slice) -> Result<&Counted> {
-    let counted = slice.buffer.as_any().downcast_ref::<Counted>();
+fn counted(slice: &Slice) -> Result<&CountedBuffer> {
+    let counted = slice.buffer.as_any().downcast_ref::<CountedBuffer>();
     counted.ok_or_else(|| Error::invalid("a slice belongs to another device"))
 }
 
@@ -64,7 +64,7 @@ impl ComputeDevice {
     ///
     /// # Errors
     /// `Invalid` for an implausible profile; errors of the CPU backend.
-    pub fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>) -> Result<Self> {
+    pub fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn SimulatedClock>) -> Result<Self> {
         let part = SimulatedPart::new(id, profile, clock, "computed by the host's cores")?;
         Ok(ComputeDevice { part, inner: CpuBackend.open("cpu")? })
     }
@@ -77,7 +77,7 @@ impl ComputeDevice {
         inner: Arc<dyn Device>,
         id: &str,
         profile: DeviceProfile,
-        clock: Arc<dyn Clock>,
+        clock: Arc<dyn SimulatedClock>,
     ) -> Result<Self> {
         let work = format!("computed by {}", inner.info().id);
         Ok(ComputeDevice { part: SimulatedPart::new(id, profile, clock, &work)?, inner })
@@ -93,7 +93,7 @@ impl ComputeDevice {
     }
 
     fn wrap(&self, inner: Slice, role: BufferUsage, charge: Charge) -> Slice {
-        Slice::whole(Arc::new(Counted { inner, role, _charge: charge }))
+        Slice::whole(Arc::new(CountedBuffer { inner, role, _charge: charge }))
     }
 }
 
@@ -103,7 +103,7 @@ impl ComputeDevice {
 /// # Errors
 /// As for [`ComputeDevice::new`].
 pub fn measured_dilation(profile: &DeviceProfile) -> Result<f64> {
-    let costs = Costs::new(profile.clone())?;
+    let costs = CostCache::new(profile.clone())?;
     let cpu = CpuBackend.open("cpu")?;
     let mut queue = cpu.queue()?;
     let mut most: f64 = 1.0;

@@ -18,14 +18,14 @@ pub trait GroupTimes: std::fmt::Debug + Send + Sync {
 /// A profile with a cache, since a prediction looks at all points of its kind and layers repeat the same
 /// queries.
 #[derive(Debug)]
-pub(crate) struct Costs {
+pub(crate) struct CostCache {
     profile: DeviceProfile,
     predictor: Predictor,
     kept: Mutex<HashMap<OpSig, Seconds>>,
     group: Option<Arc<dyn GroupTimes>>,
 }
 
-impl Costs {
+impl CostCache {
     /// # Errors
     /// `Invalid` for an implausible profile.
     pub(crate) fn new(profile: DeviceProfile) -> Result<Self> {
@@ -59,12 +59,12 @@ impl Costs {
             }
         }
         let predictor = Predictor::new(&profile);
-        Ok(Costs { profile, predictor, kept: Mutex::default(), group: None })
+        Ok(CostCache { profile, predictor, kept: Mutex::default(), group: None })
     }
 
     /// The same for devices that share a model.
     pub(crate) fn of_group(self, group: Arc<dyn GroupTimes>) -> Self {
-        Costs { group: Some(group), ..self }
+        CostCache { group: Some(group), ..self }
     }
 
     pub(crate) fn profile(&self) -> &DeviceProfile {

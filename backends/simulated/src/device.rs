@@ -1,8 +1,8 @@
 //! The common part of both kinds of simulated device, and the time-only device.
 
-use crate::clock::Clock;
-use crate::costs::{Costs, GroupTimes};
-use crate::memory::{Budget, Edit, SharedStore, Store, lock};
+use crate::clock::SimulatedClock;
+use crate::costs::{CostCache, GroupTimes};
+use crate::memory::{BufferContents, SharedStore, SimulatedMemoryBudget, WriteEffect, lock};
 use crate::queue::{Digests, SimQueue};
 use crate::timeline::Schedule;
 use mixfleet_hal::cast::to_u64;
@@ -22,8 +22,8 @@ const KV_PAGE_TOKENS: u32 = 16;
 /// A part described by a profile.
 pub(crate) struct SimulatedPart {
     pub(crate) info: DeviceInfo,
-    pub(crate) budget: Arc<Budget>,
-    pub(crate) costs: Arc<Costs>,
+    pub(crate) budget: Arc<SimulatedMemoryBudget>,
+    pub(crate) costs: Arc<CostCache>,
     pub(crate) schedule: Arc<Schedule>,
 }
 
@@ -32,11 +32,16 @@ impl SimulatedPart {
     ///
     /// # Errors
     /// `Invalid` for an implausible profile.
-    pub(crate) fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>, work: &str) -> Result<Self> {
-        SimulatedPart::of(id, Costs::new(profile)?, clock, work)
+    pub(crate) fn new(
+        id: &str,
+        profile: DeviceProfile,
+        clock: Arc<dyn SimulatedClock>,
+        work: &str,
+    ) -> Result<Self> {
+        SimulatedPart::of(id, CostCache::new(profile)?, clock, work)
     }
 
-    fn of(id: &str, costs: Costs, clock: Arc<dyn Clock>, work: &str) -> Result<Self> {
+    fn of(id: &str, costs: CostCache, clock: Arc<dyn SimulatedClock>, work: &str) -> Result<Self> {
         let profile = costs.profile();
         let (version, memory) = (env!("CARGO_PKG_VERSION"), to_u64(profile.memory.0));
         let rate = |(dtype, rate): &(DType, FlopPerSecond)| format!("{dtype} {:.1}", rate.0 / 1e12);
@@ -64,7 +69,12 @@ impl SimulatedPart {
         };
         tracing::info!(device = id, work, "1 simulated second = {dilation} real seconds");
         let schedule = Schedule::new(id, clock);
-        Ok(SimulatedPart { info, budget: Budget::new(id, memory), costs: Arc::new(costs), schedule })
+        Ok(SimulatedPart {
+            info,
+            budget: SimulatedMemoryBudget::new(id, memory),
+            costs: Arc::new(costs),
+            schedule,
+        })
     }
 
     /// Copies between host and device, taking the time that the profile predicts. KV is large, and comes and
@@ -76,7 +86,7 @@ impl SimulatedPart {
         copy: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let (clock, profile) = (self.schedule.clock(), self.costs.profile());
-        let time = Costs::copy(cost(profile), bytes);
+        let time = CostCache::copy(cost(profile), bytes);
         let end = clock.now() + time;
         if role == BufferUsage::Kv {
             self.schedule.lend_memory(time.min(Bytes(bytes as f64) / profile.bandwidth));
@@ -137,7 +147,7 @@ impl TimeOnlyDevice {
     ///
     /// # Errors
     /// `Invalid` for an implausible profile.
-    pub fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn Clock>) -> Result<Self> {
+    pub fn new(id: &str, profile: DeviceProfile, clock: Arc<dyn SimulatedClock>) -> Result<Self> {
         let part = SimulatedPart::new(id, profile, clock, DeviceInfo::TIME_ONLY)?;
         Ok(TimeOnlyDevice { part, store: SharedStore::default() })
     }
@@ -150,10 +160,10 @@ impl TimeOnlyDevice {
     pub fn of_group(
         id: &str,
         profile: DeviceProfile,
-        clock: Arc<dyn Clock>,
+        clock: Arc<dyn SimulatedClock>,
         times: Arc<dyn GroupTimes>,
     ) -> Result<Self> {
-        let costs = Costs::new(profile)?.of_group(times);
+        let costs = CostCache::new(profile)?.of_group(times);
         let part = SimulatedPart::of(id, costs, clock, DeviceInfo::TIME_ONLY)?;
         Ok(TimeOnlyDevice { part, store: SharedStore::default() })
     }
@@ -185,12 +195,12 @@ impl Device for TimeOnlyDevice {
     }
 
     fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice> {
-        Store::alloc(&self.store, bytes, role, self.part.budget.charge(bytes)?)
+        BufferContents::alloc(&self.store, bytes, role, self.part.budget.charge(bytes)?)
     }
 
     fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
         let charge = self.part.budget.charge(memory.as_bytes().len() as u64)?;
-        Ok(Store::import(&self.store, memory, charge))
+        Ok(BufferContents::import(&self.store, memory, charge))
     }
 
     fn reaches(&self, _: &Slice) -> bool {
@@ -204,7 +214,7 @@ impl Device for TimeOnlyDevice {
             (data.len(), role),
             |profile| &profile.host_to_device,
             || {
-                lock(&self.store).edit(to, Edit::Any)?.copy_from_slice(data);
+                lock(&self.store).edit(to, WriteEffect::Any)?.copy_from_slice(data);
                 Ok(())
             },
         )

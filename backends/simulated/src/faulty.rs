@@ -25,11 +25,11 @@ const BATCHES_MAX: usize = 1024;
 /// A device whose operations suffer the faults of a plan.
 pub struct FaultyDevice {
     inner: Arc<dyn Device>,
-    ordered: Arc<Ordered>,
+    ordered: Arc<FaultyDeviceState>,
 }
 
 /// State shared by a device and its queues.
-struct Ordered {
+struct FaultyDeviceState {
     plan: FaultPlan,
     transfers: bool,
     real_time: bool,
@@ -39,7 +39,7 @@ struct Ordered {
     shadow: Option<Mutex<Shadow>>,
 }
 
-impl Ordered {
+impl FaultyDeviceState {
     fn next(&self) -> (u64, Option<Fault>) {
         let index = self.operations.fetch_add(1, Ordering::Relaxed);
         (index, self.plan.at(index))
@@ -93,7 +93,8 @@ impl FaultyDevice {
     pub fn new(inner: Arc<dyn Device>, plan: FaultPlan) -> Self {
         let shadow = plan.mentions(Fault::Stale).then(Mutex::default);
         let (operations, struck) = Default::default();
-        let ordered = Ordered { plan, transfers: false, real_time: false, operations, struck, shadow };
+        let ordered =
+            FaultyDeviceState { plan, transfers: false, real_time: false, operations, struck, shadow };
         FaultyDevice { inner, ordered: Arc::new(ordered) }
     }
 
@@ -107,7 +108,7 @@ impl FaultyDevice {
         self.with(|ordered| ordered.real_time = true)
     }
 
-    fn with(mut self, change: impl FnOnce(&mut Ordered)) -> Self {
+    fn with(mut self, change: impl FnOnce(&mut FaultyDeviceState)) -> Self {
         if let Some(ordered) = Arc::get_mut(&mut self.ordered) {
             change(ordered);
         }
@@ -200,7 +201,7 @@ fn flip(plan: &FaultPlan, index: u64, bytes: &mut [u8]) {
 struct FaultyQueue {
     inner: Box<dyn Queue>,
     device: Arc<dyn Device>,
-    ordered: Arc<Ordered>,
+    ordered: Arc<FaultyDeviceState>,
     /// Batches that had to be split: their pieces, each with the factor on its time.
     batches: BTreeMap<Ticket, Vec<(Ticket, u32)>>,
     /// The first ticket for which every wait fails, and the error.
@@ -208,9 +209,9 @@ struct FaultyQueue {
 }
 
 /// Replayed command by command, so that each repetition gets its own faults.
-struct Recorded(Vec<Cmd>);
+struct FaultyRecording(Vec<Cmd>);
 
-impl Graph for Recorded {
+impl Graph for FaultyRecording {
     fn as_any(&self) -> &dyn Any {
         self
     }
@@ -347,11 +348,11 @@ impl Queue for FaultyQueue {
     }
 
     fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
-        Ok(Arc::new(Recorded(cmds.to_vec())))
+        Ok(Arc::new(FaultyRecording(cmds.to_vec())))
     }
 
     fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
-        let recorded = graph.as_any().downcast_ref::<Recorded>();
+        let recorded = graph.as_any().downcast_ref::<FaultyRecording>();
         let recorded = recorded.ok_or_else(|| Error::invalid("the graph belongs to another device"))?;
         self.submit(&recorded.0)
     }

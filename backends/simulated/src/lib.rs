@@ -36,7 +36,7 @@ mod slots;
 mod timeline;
 
 pub use backend::{SelectorFiles, SimBackend};
-pub use clock::{Clock, RealClock, VirtualClock};
+pub use clock::{RealClock, SimulatedClock, VirtualClock};
 pub use compute::{ComputeDevice, measured_dilation};
 pub use costs::GroupTimes;
 pub use device::TimeOnlyDevice;

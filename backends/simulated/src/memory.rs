@@ -2,7 +2,8 @@
 //!
 //! Kernels write a few bytes of each row, and what they have to know of the rest stands beside the
 //! bytes: which elements can hold anything ([`Live`]), where logits have their peaks, and the hashes
-//! of KV slots. Every write goes through [`Store::edit`] or [`Store::write_slots`], which keep that true.
+//! of KV slots. Every write goes through [`BufferContents::edit`] or [`BufferContents::write_slots`], which
+//! keep that true.
 
 use crate::slots::Slots;
 use mixfleet_hal::cast::to_usize;
@@ -16,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The memory of a simulated part.
 #[derive(Debug)]
-pub(crate) struct Budget {
+pub(crate) struct SimulatedMemoryBudget {
     id: String,
     used: AtomicU64,
     limit: u64,
@@ -25,13 +26,13 @@ pub(crate) struct Budget {
 /// Bytes charged to a budget, until dropped.
 #[derive(Debug)]
 pub(crate) struct Charge {
-    budget: Arc<Budget>,
+    budget: Arc<SimulatedMemoryBudget>,
     bytes: u64,
 }
 
-impl Budget {
+impl SimulatedMemoryBudget {
     pub(crate) fn new(id: &str, limit: u64) -> Arc<Self> {
-        Arc::new(Budget { id: id.to_owned(), used: AtomicU64::new(0), limit })
+        Arc::new(SimulatedMemoryBudget { id: id.to_owned(), used: AtomicU64::new(0), limit })
     }
 
     pub(crate) fn limit(&self) -> u64 {
@@ -66,7 +67,7 @@ impl Drop for Charge {
     }
 }
 
-/// A buffer of a time-only device, which is a key to its [`Store`].
+/// A buffer of a time-only device, which is a key to its [`BufferContents`].
 pub(crate) struct SimBuffer {
     key: u64,
     bytes: u64,
@@ -98,21 +99,21 @@ impl Drop for SimBuffer {
 }
 
 /// All buffers of a device.
-pub(crate) type SharedStore = Arc<Mutex<Store>>;
+pub(crate) type SharedStore = Arc<Mutex<BufferContents>>;
 
 /// Bytes are valid even after a panic elsewhere.
-pub(crate) fn lock(store: &SharedStore) -> MutexGuard<'_, Store> {
+pub(crate) fn lock(store: &SharedStore) -> MutexGuard<'_, BufferContents> {
     store.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The contents of a device's buffers.
 #[derive(Debug, Default)]
-pub(crate) struct Store {
+pub(crate) struct BufferContents {
     contents: HashMap<u64, Content>,
 }
 
 #[derive(Debug)]
-enum Bytes {
+enum ContentBytes {
     Owned(memmap2::MmapMut),
     Imported(Arc<dyn HostMemory>),
 }
@@ -123,14 +124,14 @@ pub(crate) enum Live {
     /// None.
     None,
     /// Only the lanes of rows (see [`crate::digest`]), and peaks.
-    Rows(Rows),
+    Rows(StridedRows),
     /// Any element.
     All,
 }
 
 /// Rows that are `stride` bytes apart, the first one at `phase`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Rows {
+pub(crate) struct StridedRows {
     pub(crate) stride: u64,
     pub(crate) phase: u64,
     pub(crate) dtype: DType,
@@ -138,7 +139,7 @@ pub(crate) struct Rows {
 
 #[derive(Debug)]
 pub(crate) struct Content {
-    bytes: Bytes,
+    bytes: ContentBytes,
     role: BufferUsage,
     pub(crate) live: Live,
     /// Offsets of the largest elements of logits; complete unless `live` is `All`.
@@ -147,14 +148,14 @@ pub(crate) struct Content {
 }
 
 impl Content {
-    fn new(bytes: Bytes, role: BufferUsage, live: Live) -> Self {
+    fn new(bytes: ContentBytes, role: BufferUsage, live: Live) -> Self {
         Content { bytes, role, live, peaks: BTreeSet::new(), slots: Vec::new() }
     }
 
     pub(crate) fn as_bytes(&self) -> &[u8] {
         match &self.bytes {
-            Bytes::Owned(map) => map,
-            Bytes::Imported(memory) => memory.as_bytes(),
+            ContentBytes::Owned(map) => map,
+            ContentBytes::Imported(memory) => memory.as_bytes(),
         }
     }
 
@@ -164,14 +165,14 @@ impl Content {
     }
 
     pub(crate) fn is_weights(&self) -> bool {
-        self.role == BufferUsage::Weights || matches!(self.bytes, Bytes::Imported(_))
+        self.role == BufferUsage::Weights || matches!(self.bytes, ContentBytes::Imported(_))
     }
 
     /// Returns the bytes mutably, for callers that keep the bookkeeping correct.
     pub(crate) fn as_bytes_mut(&mut self) -> Result<&mut [u8]> {
         match &mut self.bytes {
-            Bytes::Owned(map) => Ok(map),
-            Bytes::Imported(_) => {
+            ContentBytes::Owned(map) => Ok(map),
+            ContentBytes::Imported(_) => {
                 Err(Error::invalid("imported host memory is read-only; write to a buffer of `alloc`"))
             }
         }
@@ -180,14 +181,14 @@ impl Content {
 
 /// The effect of a write.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Edit {
+pub(crate) enum WriteEffect {
     /// Any bytes may change.
     Any,
     /// Only lanes of rows of this many bytes change, the first row at the slice's start.
     Rows(u64, DType),
 }
 
-impl Store {
+impl BufferContents {
     pub(crate) fn alloc(store: &SharedStore, bytes: u64, role: BufferUsage, charge: Charge) -> Result<Slice> {
         // an empty slice still needs an address
         let length = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
@@ -196,14 +197,19 @@ impl Store {
             let message = format!("the host has no address space for {bytes} simulated bytes: {error}");
             Error::new(ErrorKind::OutOfMemory, message)
         })?;
-        Ok(Store::insert(store, Content::new(Bytes::Owned(map), role, Live::None), bytes, charge))
+        Ok(BufferContents::insert(
+            store,
+            Content::new(ContentBytes::Owned(map), role, Live::None),
+            bytes,
+            charge,
+        ))
     }
 
     pub(crate) fn import(store: &SharedStore, memory: Arc<dyn HostMemory>, charge: Charge) -> Slice {
         let bytes = memory.as_bytes().len() as u64;
-        Store::insert(
+        BufferContents::insert(
             store,
-            Content::new(Bytes::Imported(memory), BufferUsage::Weights, Live::All),
+            Content::new(ContentBytes::Imported(memory), BufferUsage::Weights, Live::All),
             bytes,
             charge,
         )
@@ -223,13 +229,14 @@ impl Store {
 
     /// Returns the buffer of `slice`, and the range of the slice in it.
     pub(crate) fn content(&self, slice: &Slice) -> Result<(&Content, Range<usize>)> {
-        let content = Store::key(slice).and_then(|key| self.contents.get(&key)).ok_or_else(foreign)?;
+        let content =
+            BufferContents::key(slice).and_then(|key| self.contents.get(&key)).ok_or_else(foreign)?;
         let range = inside(content, slice)?;
         Ok((content, range))
     }
 
     pub(crate) fn content_mut(&mut self, slice: &Slice) -> Result<(&mut Content, Range<usize>)> {
-        let key = Store::key(slice).ok_or_else(foreign)?;
+        let key = BufferContents::key(slice).ok_or_else(foreign)?;
         let content = self.contents.get_mut(&key).ok_or_else(foreign)?;
         let range = inside(content, slice)?;
         Ok((content, range))
@@ -245,15 +252,15 @@ impl Store {
     }
 
     /// Returns the bytes of `slice` for a change described by `edit`.
-    pub(crate) fn edit(&mut self, slice: &Slice, edit: Edit) -> Result<&mut [u8]> {
+    pub(crate) fn edit(&mut self, slice: &Slice, edit: WriteEffect) -> Result<&mut [u8]> {
         let (content, range) = self.content_mut(slice)?;
         content.as_bytes_mut()?;
         let now = match edit {
-            Edit::Any => Live::All,
-            Edit::Rows(stride, dtype) if stride > 0 => {
-                Live::Rows(Rows { stride, phase: slice.offset % stride, dtype })
+            WriteEffect::Any => Live::All,
+            WriteEffect::Rows(stride, dtype) if stride > 0 => {
+                Live::Rows(StridedRows { stride, phase: slice.offset % stride, dtype })
             }
-            Edit::Rows(..) => content.live,
+            WriteEffect::Rows(..) => content.live,
         };
         if content.live == Live::None {
             content.live = now;
@@ -271,7 +278,7 @@ impl Store {
     /// else can be there.
     pub(crate) fn clear_rows(&mut self, slice: &Slice, stride: u64) -> Result<()> {
         let (content, range) = self.content_mut(slice)?;
-        let rows = Live::Rows(Rows { stride, phase: slice.offset % stride.max(1), dtype: DType::F32 });
+        let rows = Live::Rows(StridedRows { stride, phase: slice.offset % stride.max(1), dtype: DType::F32 });
         if content.live != Live::None && content.live != rows {
             let whole = range.len() == content.as_bytes().len();
             content.as_bytes_mut()?[range].fill(0);

@@ -1,9 +1,9 @@
 //! The queue of both kinds of simulated device: one type does the work, and the profile determines the time.
 
-use crate::costs::Costs;
+use crate::costs::CostCache;
 use crate::kernels;
 use crate::memory::{SharedStore, lock};
-use crate::timeline::{BatchWork, Schedule, Timeline};
+use crate::timeline::{BatchWork, Schedule, SimulatedTimeline};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Cmd, Elapsed, Error, Graph, OpSig, Queue, Result, Ticket};
 use std::any::Any;
@@ -44,8 +44,8 @@ fn moves(sig: &OpSig) -> bool {
 /// A queue on simulated time.
 pub(crate) struct SimQueue<W> {
     work: W,
-    costs: Arc<Costs>,
-    timeline: Timeline,
+    costs: Arc<CostCache>,
+    timeline: SimulatedTimeline,
     /// Identifies the queue by its address.
     own: Arc<Own>,
 }
@@ -54,12 +54,12 @@ pub(crate) struct SimQueue<W> {
 struct Own(#[expect(dead_code, reason = "gives it an address")] u8);
 
 /// A batch with the queue that it belongs to.
-struct Recorded {
+struct SimulatedRecording {
     cmds: Vec<Cmd>,
     queue: Arc<Own>,
 }
 
-impl Graph for Recorded {
+impl Graph for SimulatedRecording {
     fn as_any(&self) -> &dyn Any {
         self
     }
@@ -70,8 +70,8 @@ impl Graph for Recorded {
 }
 
 impl<W: BatchRunner> SimQueue<W> {
-    pub(crate) fn new(work: W, costs: Arc<Costs>, schedule: Arc<Schedule>) -> Self {
-        SimQueue { work, costs, timeline: Timeline::new(schedule), own: Arc::new(Own(0)) }
+    pub(crate) fn new(work: W, costs: Arc<CostCache>, schedule: Arc<Schedule>) -> Self {
+        SimQueue { work, costs, timeline: SimulatedTimeline::new(schedule), own: Arc::new(Own(0)) }
     }
 }
 
@@ -112,11 +112,11 @@ impl<W: BatchRunner> Queue for SimQueue<W> {
     }
 
     fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
-        Ok(Arc::new(Recorded { cmds: cmds.to_vec(), queue: self.own.clone() }))
+        Ok(Arc::new(SimulatedRecording { cmds: cmds.to_vec(), queue: self.own.clone() }))
     }
 
     fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
-        let graph = graph.as_any().downcast_ref::<Recorded>();
+        let graph = graph.as_any().downcast_ref::<SimulatedRecording>();
         let own = graph.filter(|graph| Arc::ptr_eq(&graph.queue, &self.own));
         let own = own.ok_or_else(|| Error::invalid("the graph was recorded on another queue"))?;
         self.submit(&own.cmds)

@@ -1,6 +1,6 @@
 //! Schedules batches in simulated time.
 
-use crate::clock::Clock;
+use crate::clock::SimulatedClock;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::units::Seconds;
@@ -43,16 +43,16 @@ struct BusyTime {
 /// A device's schedule.
 pub(crate) struct Schedule {
     id: String,
-    clock: Arc<dyn Clock>,
+    clock: Arc<dyn SimulatedClock>,
     load: Mutex<BusyTime>,
 }
 
 impl Schedule {
-    pub(crate) fn new(id: &str, clock: Arc<dyn Clock>) -> Arc<Self> {
+    pub(crate) fn new(id: &str, clock: Arc<dyn SimulatedClock>) -> Arc<Self> {
         Arc::new(Schedule { id: id.to_owned(), clock, load: Mutex::default() })
     }
 
-    pub(crate) fn clock(&self) -> &dyn Clock {
+    pub(crate) fn clock(&self) -> &dyn SimulatedClock {
         &*self.clock
     }
 
@@ -93,7 +93,7 @@ impl Schedule {
 }
 
 /// One queue's batches.
-pub(crate) struct Timeline {
+pub(crate) struct SimulatedTimeline {
     schedule: Arc<Schedule>,
     /// Ends and times of the last `KEPT_MAX` batches.
     batches: VecDeque<(Seconds, Seconds)>,
@@ -102,9 +102,9 @@ pub(crate) struct Timeline {
     failure: Option<(u64, Error)>,
 }
 
-impl Timeline {
+impl SimulatedTimeline {
     pub(crate) fn new(schedule: Arc<Schedule>) -> Self {
-        Timeline { schedule, batches: VecDeque::new(), submitted: 0, failure: None }
+        SimulatedTimeline { schedule, batches: VecDeque::new(), submitted: 0, failure: None }
     }
 
     pub(crate) fn schedule(&self) -> &Schedule {

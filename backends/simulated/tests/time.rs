@@ -12,7 +12,9 @@ use mixfleet_hal::{
 use mixfleet_runtime::engine::calibrate::{self, CalibrationBudget};
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::variants::tiny_variants;
-use mixfleet_simulated::{Clock, ComputeDevice, SelectorFiles, SimBackend, TimeOnlyDevice, VirtualClock};
+use mixfleet_simulated::{
+    ComputeDevice, SelectorFiles, SimBackend, SimulatedClock, TimeOnlyDevice, VirtualClock,
+};
 use std::sync::Arc;
 use std::time::Duration;
 

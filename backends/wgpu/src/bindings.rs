@@ -25,15 +25,15 @@ pub(crate) struct Bound<'a> {
 
 /// What a bind group is of: a pipeline, whose number follows, and windows, in the order of its numbers.
 #[derive(Debug, PartialEq, Eq, Hash)]
-struct Key {
+struct BindGroupKey {
     pipeline: u64,
     windows: Vec<(u64, u64, u64)>,
 }
 
 #[derive(Debug, Default)]
 struct Generations {
-    recent: HashMap<Key, BindGroup>,
-    older: HashMap<Key, BindGroup>,
+    recent: HashMap<BindGroupKey, BindGroup>,
+    older: HashMap<BindGroupKey, BindGroup>,
 }
 
 /// The bind groups of a device. A group keeps its buffers from being freed, so memory that is dropped takes
@@ -53,7 +53,7 @@ impl BindGroups {
         bound: &[Bound<'_>],
     ) -> BindGroup {
         let windows = bound.iter().map(|window| (window.memory, window.offset, window.bytes));
-        let key = Key { pipeline, windows: windows.collect() };
+        let key = BindGroupKey { pipeline, windows: windows.collect() };
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(group) = kept.recent.get(&key) {
             return group.clone();
@@ -78,7 +78,7 @@ impl BindGroups {
     /// Drops the bind groups of memory that is dropped.
     pub(crate) fn forget(&self, memory: u64) {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        let others = |key: &Key, _: &mut BindGroup| key.windows.iter().all(|(of, ..)| *of != memory);
+        let others = |key: &BindGroupKey, _: &mut BindGroup| key.windows.iter().all(|(of, ..)| *of != memory);
         kept.recent.retain(others);
         kept.older.retain(others);
     }

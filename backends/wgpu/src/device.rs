@@ -2,7 +2,7 @@
 
 use crate::counts::WgpuCounts;
 use crate::kernels::MatrixUnit;
-use crate::memory::{DeviceQueue, Memory};
+use crate::memory::{DeviceQueue, WgpuMemory};
 use crate::pipelines::{DiskCache, IMMEDIATE_BYTES, Pipelines};
 use crate::plan::{Demands, Planner};
 use crate::queue::WgpuQueue;
@@ -178,7 +178,7 @@ pub(crate) fn info(index: usize, adapter: &Adapter, tuning: AdapterOverrides) ->
 }
 
 /// State shared by a device and its queues.
-pub(crate) struct Shared {
+pub(crate) struct WgpuDeviceState {
     pub(crate) link: DeviceQueue,
     pub(crate) pipelines: Pipelines,
     pub(crate) demands: Demands,
@@ -190,7 +190,7 @@ pub(crate) struct Shared {
 pub struct WgpuDevice {
     info: DeviceInfo,
     limits: DeviceLimits,
-    shared: Arc<Shared>,
+    shared: Arc<WgpuDeviceState>,
 }
 
 impl WgpuDevice {
@@ -265,7 +265,7 @@ impl WgpuDevice {
         let kernels = kernels.filter(|_| required_features.contains(Features::PIPELINE_CACHE));
         let disk =
             kernels.map(|directory| DiskCache::load(&link, directory, &info.fingerprint)).transpose()?;
-        let shared = Shared {
+        let shared = WgpuDeviceState {
             link,
             pipelines: Pipelines::new(subgroups, disk),
             demands: Demands {
@@ -351,7 +351,7 @@ impl Device for WgpuDevice {
             let message = format!("wgpu: {bytes} bytes in one buffer; this device allows {max}");
             return Err(Error::new(ErrorKind::OutOfMemory, message));
         }
-        Ok(Slice::whole(Arc::new(Memory::new(&self.shared.link, bytes)?)))
+        Ok(Slice::whole(Arc::new(WgpuMemory::new(&self.shared.link, bytes)?)))
     }
 
     fn import(&self, _: Arc<dyn HostMemory>) -> Result<Slice> {

@@ -16,7 +16,7 @@ const MATRIX_TILES: &str = include_str!("kernels/matrix_tiles.wgsl");
 
 /// A source file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum File {
+pub(crate) enum ShaderFile {
     Elements,
     Rows,
     Sample,
@@ -31,48 +31,48 @@ pub(crate) enum File {
     GroupedCodes,
 }
 
-impl File {
-    pub(crate) const ALL: [File; 12] = [
-        File::Elements,
-        File::Rows,
-        File::Sample,
-        File::Gemm,
-        File::Quantised,
-        File::Kv,
-        File::KvScaled,
-        File::Attention,
-        File::Merge,
-        File::Route,
-        File::Grouped,
-        File::GroupedCodes,
+impl ShaderFile {
+    pub(crate) const ALL: [ShaderFile; 12] = [
+        ShaderFile::Elements,
+        ShaderFile::Rows,
+        ShaderFile::Sample,
+        ShaderFile::Gemm,
+        ShaderFile::Quantised,
+        ShaderFile::Kv,
+        ShaderFile::KvScaled,
+        ShaderFile::Attention,
+        ShaderFile::Merge,
+        ShaderFile::Route,
+        ShaderFile::Grouped,
+        ShaderFile::GroupedCodes,
     ];
 
     /// Its text, and what it has in common with others before that. Kernels by matrices have `MATRIX_TILES`
     /// in place of `TILES`.
     const fn texts(self) -> &'static [&'static str] {
         match self {
-            File::Elements => &[include_str!("kernels/elements.wgsl")],
-            File::Rows => &[include_str!("kernels/rows.wgsl")],
-            File::Sample => &[include_str!("kernels/sample.wgsl")],
-            File::Gemm => &[INPUTS, WEIGHTS, TILES, include_str!("kernels/gemm.wgsl")],
-            File::Quantised => &[CODES, include_str!("kernels/quantised.wgsl")],
-            File::Kv => &[include_str!("kernels/kv.wgsl")],
-            File::KvScaled => &[include_str!("kernels/kv_scaled.wgsl")],
-            File::Attention => &[include_str!("kernels/attention.wgsl")],
-            File::Merge => &[include_str!("kernels/merge.wgsl")],
-            File::Route => &[include_str!("kernels/route.wgsl")],
-            File::Grouped => &[INPUTS, WEIGHTS, TILES, GROUPED],
-            File::GroupedCodes => &[INPUTS, CODES, CODE_WEIGHTS, TILES, GROUPED],
+            ShaderFile::Elements => &[include_str!("kernels/elements.wgsl")],
+            ShaderFile::Rows => &[include_str!("kernels/rows.wgsl")],
+            ShaderFile::Sample => &[include_str!("kernels/sample.wgsl")],
+            ShaderFile::Gemm => &[INPUTS, WEIGHTS, TILES, include_str!("kernels/gemm.wgsl")],
+            ShaderFile::Quantised => &[CODES, include_str!("kernels/quantised.wgsl")],
+            ShaderFile::Kv => &[include_str!("kernels/kv.wgsl")],
+            ShaderFile::KvScaled => &[include_str!("kernels/kv_scaled.wgsl")],
+            ShaderFile::Attention => &[include_str!("kernels/attention.wgsl")],
+            ShaderFile::Merge => &[include_str!("kernels/merge.wgsl")],
+            ShaderFile::Route => &[include_str!("kernels/route.wgsl")],
+            ShaderFile::Grouped => &[INPUTS, WEIGHTS, TILES, GROUPED],
+            ShaderFile::GroupedCodes => &[INPUTS, CODES, CODE_WEIGHTS, TILES, GROUPED],
         }
     }
 
     /// Constants that a source needs even if the entry point in use does not.
     const fn defaults(self) -> &'static [(&'static str, &'static str)] {
         match self {
-            File::Elements => &[("UNIT", "1u"), ("OWN", "1u")],
-            File::Kv => &[("POOLS", "2u")],
-            File::Grouped | File::GroupedCodes => &[("WIDE", "false")],
-            File::Gemm => &[("WIDE", "false"), ("ROWS", "1u")],
+            ShaderFile::Elements => &[("UNIT", "1u"), ("OWN", "1u")],
+            ShaderFile::Kv => &[("POOLS", "2u")],
+            ShaderFile::Grouped | ShaderFile::GroupedCodes => &[("WIDE", "false")],
+            ShaderFile::Gemm => &[("WIDE", "false"), ("ROWS", "1u")],
             _ => &[],
         }
     }
@@ -126,7 +126,7 @@ impl MatrixUnit {
 /// A specialised kernel, which is the key of the pipeline cache.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Kernel {
-    pub(crate) file: File,
+    pub(crate) file: ShaderFile,
     pub(crate) entry: &'static str,
     /// Threads per workgroup.
     pub(crate) group: u32,
@@ -138,7 +138,7 @@ pub(crate) struct Kernel {
 }
 
 impl Kernel {
-    pub(crate) fn new(file: File, entry: &'static str, group: u32) -> Kernel {
+    pub(crate) fn new(file: ShaderFile, entry: &'static str, group: u32) -> Kernel {
         Kernel { file, entry, group, sums: 0, matrices: None, consts: Vec::new() }
     }
 
@@ -211,7 +211,7 @@ impl Kernel {
 
 /// Returns a digest of all sources (FNV-1a).
 pub(crate) fn digest() -> u64 {
-    let own = File::ALL.into_iter().flat_map(|file| file.texts()).copied();
+    let own = ShaderFile::ALL.into_iter().flat_map(|file| file.texts()).copied();
     let texts = [COMMON, REDUCE_GROUPS, REDUCE_SUBGROUPS, MATRIX_TILES].into_iter().chain(own);
     let bytes = texts.flat_map(str::bytes);
     bytes.fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))

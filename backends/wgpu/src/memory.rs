@@ -18,26 +18,26 @@ const STAGE_BYTES: u64 = 16 << 20;
 
 /// A buffer, which wgpu frees once the commands in flight that use it are done.
 #[derive(Debug)]
-pub(crate) struct Memory {
+pub(crate) struct WgpuMemory {
     buffer: wgpu::Buffer,
     bytes: u64,
     number: u64,
     groups: Arc<BindGroups>,
 }
 
-impl Memory {
+impl WgpuMemory {
     /// Allocates `bytes` bytes on `link`'s device.
-    pub(crate) fn new(link: &DeviceQueue, bytes: u64) -> Result<Memory> {
+    pub(crate) fn new(link: &DeviceQueue, bytes: u64) -> Result<WgpuMemory> {
         let size = bytes.next_multiple_of(PAD_BYTES) + PAD_BYTES;
         let usage = BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST;
         let buffer = link.buffer("an allocation", size, usage)?;
         let number = link.allocations.fetch_add(1, Ordering::Relaxed);
-        Ok(Memory { buffer, bytes, number, groups: link.groups.clone() })
+        Ok(WgpuMemory { buffer, bytes, number, groups: link.groups.clone() })
     }
 
     /// Returns the memory of a slice.
-    pub(crate) fn of(slice: &Slice) -> Result<&Memory> {
-        let memory = slice.buffer.as_any().downcast_ref::<Memory>();
+    pub(crate) fn of(slice: &Slice) -> Result<&WgpuMemory> {
+        let memory = slice.buffer.as_any().downcast_ref::<WgpuMemory>();
         memory.ok_or_else(|| Error::invalid("wgpu: the slice belongs to another device"))
     }
 
@@ -51,13 +51,13 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for WgpuMemory {
     fn drop(&mut self) {
         self.groups.forget(self.number);
     }
 }
 
-impl Buffer for Memory {
+impl Buffer for WgpuMemory {
     fn size_bytes(&self) -> u64 {
         self.bytes
     }
@@ -69,7 +69,7 @@ impl Buffer for Memory {
 
 /// What the host has of a range of memory.
 #[derive(Debug)]
-pub(crate) struct Landed {
+pub(crate) struct HostCopy {
     /// Number of the memory.
     pub(crate) memory: u64,
     pub(crate) offset: u64,
@@ -88,15 +88,15 @@ pub(crate) struct DeviceQueue {
     /// Number of batches and writes so far.
     changes: AtomicU64,
     /// The results of the last batch, unless something came after it.
-    landed: Mutex<Vec<Landed>>,
+    landed: Mutex<Vec<HostCopy>>,
     /// Host-visible memory for `read`. The lock is held during a whole transfer, so that two transfers that
     /// share a word do not interleave.
-    stage: Mutex<Stage>,
+    stage: Mutex<TransferStaging>,
 }
 
 /// The state of transfers.
 #[derive(Default)]
-struct Stage {
+struct TransferStaging {
     /// Memory that the host can read.
     readable: Option<wgpu::Buffer>,
     /// Bytes written since the last submission of a transfer; they go with the next submission of any kind.
@@ -134,8 +134,8 @@ impl DeviceQueue {
         self.guard(place, || self.device.create_buffer(&descriptor))
     }
 
-    fn check(slice: &Slice, len: usize) -> Result<&Memory> {
-        let memory = Memory::of(slice)?;
+    fn check(slice: &Slice, len: usize) -> Result<&WgpuMemory> {
+        let memory = WgpuMemory::of(slice)?;
         let inside = slice.offset.checked_add(slice.bytes).is_some_and(|end| end <= memory.bytes);
         if len as u64 != slice.bytes || !inside {
             let message = format!("wgpu: {len} bytes for {} at {}", slice.bytes, slice.offset);
@@ -151,7 +151,7 @@ impl DeviceQueue {
     }
 
     /// Keeps what has landed of the batch that was the change of this number, if it was the last one.
-    pub(crate) fn keep(&self, change: u64, results: Vec<Landed>) {
+    pub(crate) fn keep(&self, change: u64, results: Vec<HostCopy>) {
         let mut landed = self.landed.lock().unwrap_or_else(PoisonError::into_inner);
         if self.changes.load(Ordering::Acquire) == change {
             *landed = results;
@@ -159,7 +159,7 @@ impl DeviceQueue {
     }
 
     /// Copies a range into `data` if it has landed.
-    fn take_landed(&self, memory: &Memory, from: &Slice, data: &mut [u8]) -> bool {
+    fn take_landed(&self, memory: &WgpuMemory, from: &Slice, data: &mut [u8]) -> bool {
         let landed = self.landed.lock().unwrap_or_else(PoisonError::into_inner);
         let found = landed.iter().filter(|one| one.memory == memory.number).find_map(|one| {
             let first = to_usize(from.offset.checked_sub(one.offset)?);
@@ -195,7 +195,7 @@ impl DeviceQueue {
     }
 
     /// Has whole words copied to the device before the next submission.
-    fn copy_in(&self, stage: &mut Stage, memory: &Memory, at: u64, data: &[u8]) -> Result<()> {
+    fn copy_in(&self, stage: &mut TransferStaging, memory: &WgpuMemory, at: u64, data: &[u8]) -> Result<()> {
         count(&self.counters.bytes_written, data.len() as u64);
         self.guard("write", || self.queue.write_buffer(&memory.buffer, at, data))?;
         stage.waiting_bytes += data.len() as u64;
@@ -235,7 +235,13 @@ impl DeviceQueue {
     }
 
     /// Copies at most one stage, starting at any byte.
-    fn copy_out(&self, stage: &mut Stage, memory: &Memory, at: u64, data: &mut [u8]) -> Result<()> {
+    fn copy_out(
+        &self,
+        stage: &mut TransferStaging,
+        memory: &WgpuMemory,
+        at: u64,
+        data: &mut [u8],
+    ) -> Result<()> {
         let first = at & !3;
         let bytes = (at + data.len() as u64).next_multiple_of(4) - first;
         let staged = match stage.readable.take().filter(|kept| kept.size() >= bytes) {

@@ -18,7 +18,7 @@ use wgpu::{
 pub(crate) const IMMEDIATE_BYTES: u32 = 128;
 
 /// A compiled kernel.
-pub(crate) struct Pipeline {
+pub(crate) struct CompiledPipeline {
     pub(crate) pipeline: ComputePipeline,
     pub(crate) layout: BindGroupLayout,
     /// Its number among the pipelines of the device.
@@ -66,7 +66,7 @@ impl DiskCache {
 pub(crate) struct Pipelines {
     subgroups: bool,
     disk: Option<DiskCache>,
-    kept: Mutex<HashMap<Kernel, Arc<Pipeline>>>,
+    kept: Mutex<HashMap<Kernel, Arc<CompiledPipeline>>>,
 }
 
 impl Pipelines {
@@ -76,7 +76,12 @@ impl Pipelines {
     }
 
     /// Returns the pipeline of `kernel` with these binding numbers, which follow from the kernel.
-    pub(crate) fn get(&self, link: &DeviceQueue, kernel: &Kernel, numbers: &[u32]) -> Result<Arc<Pipeline>> {
+    pub(crate) fn get(
+        &self,
+        link: &DeviceQueue,
+        kernel: &Kernel,
+        numbers: &[u32],
+    ) -> Result<Arc<CompiledPipeline>> {
         let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pipeline) = kept.get(kernel) {
             return Ok(pipeline.clone());
@@ -86,7 +91,7 @@ impl Pipelines {
         let source = kernel.source(self.subgroups);
         let built = link.guard(&place, || build(link, kernel, numbers, source, cache))?;
         let (pipeline, layout) = built;
-        let built = Pipeline { pipeline, layout, number: kept.len() as u64 };
+        let built = CompiledPipeline { pipeline, layout, number: kept.len() as u64 };
         let built = kept.entry(kernel.clone()).or_insert(Arc::new(built)).clone();
         if let (Some(disk), true) = (&self.disk, kept.len().is_multiple_of(UNSTORED_MAX)) {
             disk.store();

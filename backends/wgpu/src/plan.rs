@@ -29,7 +29,7 @@ mod shaders;
 #[cfg(test)]
 mod tests;
 
-use crate::kernels::{File, Kernel, MatrixUnit};
+use crate::kernels::{Kernel, MatrixUnit, ShaderFile};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, Error, OpSig, OperandAccess, Result, RotaryPart, Slice};
 use std::sync::Arc;
@@ -73,7 +73,7 @@ impl OperandLocation {
 
 /// A range of memory.
 #[derive(Clone, Debug)]
-pub(crate) struct Window {
+pub(crate) struct MemoryWindow {
     pub(crate) place: OperandLocation,
     /// Offset of the first byte in the buffer.
     pub(crate) offset: u64,
@@ -82,18 +82,18 @@ pub(crate) struct Window {
 
 /// A window of elements.
 #[derive(Clone, Debug)]
-struct Operand {
-    window: Window,
+struct TensorView {
+    window: MemoryWindow,
     dtype: DType,
 }
 
-impl Operand {
+impl TensorView {
     /// Returns `count` elements, starting at element `first`.
-    fn part(&self, first: u64, count: u64) -> Operand {
+    fn part(&self, first: u64, count: u64) -> TensorView {
         let size = self.dtype.size_bytes();
-        let Window { place, offset, .. } = self.window.clone();
-        let window = Window { place, offset: offset + first * size, bytes: count * size };
-        Operand { window, dtype: self.dtype }
+        let MemoryWindow { place, offset, .. } = self.window.clone();
+        let window = MemoryWindow { place, offset: offset + first * size, bytes: count * size };
+        TensorView { window, dtype: self.dtype }
     }
 
     fn elements(&self) -> u64 {
@@ -103,18 +103,18 @@ impl Operand {
 
 /// A unit of work for the device.
 #[derive(Clone, Debug)]
-pub(crate) enum Work {
+pub(crate) enum WgpuStep {
     Dispatch {
         kernel: Kernel,
         /// Binding numbers, with what is bound.
-        bindings: Vec<(u32, Window)>,
+        bindings: Vec<(u32, MemoryWindow)>,
         /// The immediates, as words.
         words: Vec<u32>,
         /// Number of workgroups along x and y.
         grid: (u32, u32),
     },
     /// A copy between ranges of equal length.
-    Copy { from: Window, to: Window },
+    Copy { from: MemoryWindow, to: MemoryWindow },
 }
 
 /// The adapter's requirements.
@@ -131,7 +131,7 @@ pub(crate) struct Demands {
 /// Plans commands as work, and tracks how much scratch memory that takes.
 pub(crate) struct Planner {
     demands: Demands,
-    pub(crate) works: Vec<Work>,
+    pub(crate) works: Vec<WgpuStep>,
     pub(crate) aside_bytes: u64,
     pub(crate) scratch_bytes: u64,
     /// Scratch memory used by the current command.
@@ -151,12 +151,12 @@ impl Planner {
                 mixfleet_hal::op::Extent::Exactly(n) | mixfleet_hal::op::Extent::PagesOf(n) => n,
             };
             let bytes = elements.saturating_mul(operand.dtype.size_bytes());
-            Operand {
-                window: Window { place: OperandLocation::Aside, offset: 0, bytes },
+            TensorView {
+                window: MemoryWindow { place: OperandLocation::Aside, offset: 0, bytes },
                 dtype: operand.dtype,
             }
         });
-        let operands: Vec<Operand> = operands.collect();
+        let operands: Vec<TensorView> = operands.collect();
         Planner::new(demands).plan(sig, &operands).is_ok()
     }
 
@@ -164,14 +164,14 @@ impl Planner {
     pub(crate) fn add(&mut self, cmd: &mixfleet_hal::Cmd) -> Result<()> {
         let kinds = cmd.sig().operands();
         let operands = kinds.iter().zip(cmd.args()).map(|(kind, slice)| {
-            let window = Window {
+            let window = MemoryWindow {
                 place: OperandLocation::Buffer(slice.clone()),
                 offset: slice.offset,
                 bytes: slice.bytes,
             };
-            Operand { window, dtype: kind.dtype }
+            TensorView { window, dtype: kind.dtype }
         });
-        let operands: Vec<Operand> = operands.collect();
+        let operands: Vec<TensorView> = operands.collect();
         if let Some(odd) = operands.iter().position(|operand| operand.window.offset % 4 != 0) {
             let message = format!(
                 "wgpu: {}: operand '{}' begins at byte {}; offsets are multiples of 4",
@@ -184,7 +184,7 @@ impl Planner {
         self.plan(cmd.sig(), &operands)
     }
 
-    fn plan(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
+    fn plan(&mut self, sig: &OpSig, operands: &[TensorView]) -> Result<()> {
         self.scratch_used = 0;
         let mut written = sig.operands().into_iter().zip(operands);
         if written.all(|(kind, operand)| kind.access == OperandAccess::Read || operand.elements() == 0) {
@@ -194,7 +194,7 @@ impl Planner {
             (OpSig::Copy { .. }, [from, to]) => self.copy(from, to),
             (OpSig::Fill { word, .. }, [to]) => self.fill(word, to)?,
             (OpSig::Add { x, .. } | OpSig::SiluMul { x, .. }, [a, b, out]) => {
-                let kernel = Kernel::new(File::Elements, sig.name(), GROUP)
+                let kernel = Kernel::new(ShaderFile::Elements, sig.name(), GROUP)
                     .dtype("D0", x)
                     .dtype("D1", x)
                     .dtype("OUT", x);
@@ -267,11 +267,14 @@ impl Planner {
     }
 
     /// Allocates scratch memory for the current command.
-    fn scratch(&mut self, elements: u64) -> Operand {
+    fn scratch(&mut self, elements: u64) -> TensorView {
         let (offset, bytes) = (self.scratch_used, elements * 4);
         self.scratch_used = (offset + bytes).next_multiple_of(SCRATCH_ALIGN);
         self.scratch_bytes = self.scratch_bytes.max(self.scratch_used);
-        Operand { window: Window { place: OperandLocation::Scratch, offset, bytes }, dtype: DType::F32 }
+        TensorView {
+            window: MemoryWindow { place: OperandLocation::Scratch, offset, bytes },
+            dtype: DType::F32,
+        }
     }
 
     /// Adds a dispatch of `groups` workgroups; `inputs` and `outputs` bind in order, and vector views are
@@ -279,8 +282,8 @@ impl Planner {
     fn dispatch(
         &mut self,
         kernel: &Kernel,
-        inputs: &[&Operand],
-        outputs: &[&Operand],
+        inputs: &[&TensorView],
+        outputs: &[&TensorView],
         shape: &[u32],
         groups: u64,
     ) {
@@ -288,9 +291,9 @@ impl Planner {
             return;
         }
         let views: &[u32] = match kernel.file {
-            File::Gemm | File::Grouped => &[0, 1],
-            File::GroupedCodes => &[0],
-            File::Attention => &[4],
+            ShaderFile::Gemm | ShaderFile::Grouped => &[0, 1],
+            ShaderFile::GroupedCodes => &[0],
+            ShaderFile::Attention => &[4],
             _ => &[],
         };
         let mut aside = 0;
@@ -299,14 +302,14 @@ impl Planner {
         for (i, input) in inputs.iter().enumerate() {
             let mut window = input.window.clone();
             if outputs.iter().any(|output| output.window.place.shares(&window.place)) {
-                let to = Window {
+                let to = MemoryWindow {
                     place: OperandLocation::Aside,
                     offset: aside,
                     bytes: window.bytes.next_multiple_of(4),
                 };
                 aside = (aside + to.bytes).next_multiple_of(SCRATCH_ALIGN);
                 window.bytes = to.bytes;
-                self.works.push(Work::Copy { from: window, to: to.clone() });
+                self.works.push(WgpuStep::Copy { from: window, to: to.clone() });
                 window = to;
             }
             let number = to_u32(i);
@@ -322,35 +325,41 @@ impl Planner {
         let groups = u32::try_from(groups).unwrap_or(u32::MAX);
         let grid = if groups <= GRID_MAX { (groups, 1) } else { (1 << 15, groups.div_ceil(1 << 15)) };
         let words = params.iter().chain(shape).copied().collect();
-        self.works.push(Work::Dispatch { kernel: kernel.clone(), bindings, words, grid });
+        self.works.push(WgpuStep::Dispatch { kernel: kernel.clone(), bindings, words, grid });
     }
 
     /// Binds the aligned window around `window`, and returns where its first element lies in it.
-    fn bind(&self, bindings: &mut Vec<(u32, Window)>, number: u32, window: &Window, dtype: DType) -> u32 {
+    fn bind(
+        &self,
+        bindings: &mut Vec<(u32, MemoryWindow)>,
+        number: u32,
+        window: &MemoryWindow,
+        dtype: DType,
+    ) -> u32 {
         let before = window.offset % self.demands.binding_align;
         let bytes = (before + window.bytes).next_multiple_of(16).max(16);
-        let bound = Window { place: window.place.clone(), offset: window.offset - before, bytes };
+        let bound = MemoryWindow { place: window.place.clone(), offset: window.offset - before, bytes };
         bindings.push((number, bound));
         to_u32(before / dtype.size_bytes())
     }
 
-    fn copy(&mut self, from: &Operand, to: &Operand) {
+    fn copy(&mut self, from: &TensorView, to: &TensorView) {
         if to.window.bytes == 0 {
             return;
         }
         let (mut from, to) = (from.window.clone(), to.window.clone());
         // copies within a buffer are forbidden too
         if from.place.shares(&to.place) {
-            let aside = Window { place: OperandLocation::Aside, offset: 0, bytes: from.bytes };
+            let aside = MemoryWindow { place: OperandLocation::Aside, offset: 0, bytes: from.bytes };
             self.aside_bytes = self.aside_bytes.max(from.bytes);
-            self.works.push(Work::Copy { from, to: aside.clone() });
+            self.works.push(WgpuStep::Copy { from, to: aside.clone() });
             from = aside;
         }
-        self.works.push(Work::Copy { from, to });
+        self.works.push(WgpuStep::Copy { from, to });
     }
 
-    fn fill(&mut self, word: u32, to: &Operand) -> Result<()> {
-        let kernel = Kernel::new(File::Elements, "fill", GROUP);
+    fn fill(&mut self, word: u32, to: &TensorView) -> Result<()> {
+        let kernel = Kernel::new(ShaderFile::Elements, "fill", GROUP);
         let sig = OpSig::Fill { bytes: to.window.bytes, word };
         for (first, count) in self.runs(&sig, to.elements(), 4)? {
             let shape = element_shape(count, 1, 1, (0, 0), word);
@@ -360,14 +369,14 @@ impl Planner {
     }
 
     /// Adds a kernel that rounds `wide` to `out`, or accumulates it.
-    fn narrow(&mut self, wide: &Operand, out: &Operand, accumulate: bool) {
-        let kernel = Kernel::new(File::Elements, "narrow", GROUP).dtype("OUT", out.dtype);
+    fn narrow(&mut self, wide: &TensorView, out: &TensorView, accumulate: bool) {
+        let kernel = Kernel::new(ShaderFile::Elements, "narrow", GROUP).dtype("OUT", out.dtype);
         let count = out.elements();
         let shape = element_shape(count, 1, 1, (0, 0), accumulate.into());
         self.dispatch(&kernel, &[wide], &[out], &shape, words(count, out.dtype).div_ceil(GROUP.into()));
     }
 
-    fn rope(&mut self, sig: &OpSig, x: &Operand, cos_sin: &Operand) -> Result<()> {
+    fn rope(&mut self, sig: &OpSig, x: &TensorView, cos_sin: &TensorView) -> Result<()> {
         let OpSig::Rope { tokens, heads, head_dim, part, .. } = *sig else { return Ok(()) };
         let whole = RotaryPart { first: 0, length: head_dim, interleaved: false };
         let RotaryPart { first: begin, length, interleaved } = part.unwrap_or(whole);
@@ -381,7 +390,7 @@ impl Planner {
             _ if width.is_multiple_of(2) => (1, 2),
             _ => (1, width),
         };
-        let kernel = Kernel::new(File::Elements, "rope", GROUP).dtype("OUT", x.dtype);
+        let kernel = Kernel::new(ShaderFile::Elements, "rope", GROUP).dtype("OUT", x.dtype);
         let kernel = kernel.number("UNIT", unit.max(1)).number("OWN", own);
         let row = u64::from(heads) * u64::from(head_dim);
         let row_bytes = (row * x.dtype.size_bytes()).max(u64::from(head_dim) * 4);
@@ -396,9 +405,9 @@ impl Planner {
         Ok(())
     }
 
-    fn copy_columns(&mut self, sig: &OpSig, from: &Operand, to: &Operand) -> Result<()> {
+    fn copy_columns(&mut self, sig: &OpSig, from: &TensorView, to: &TensorView) -> Result<()> {
         let OpSig::CopyColumns { rows, cols, from: source, to: target, x } = *sig else { return Ok(()) };
-        let kernel = Kernel::new(File::Elements, "copy_columns", GROUP).dtype("D0", x).dtype("OUT", x);
+        let kernel = Kernel::new(ShaderFile::Elements, "copy_columns", GROUP).dtype("D0", x).dtype("OUT", x);
         let [from_row, to_row] = [source.row, target.row].map(u64::from);
         for (first, count) in self.runs(sig, rows.into(), from_row.max(to_row) * x.size_bytes())? {
             let from = from.part(first * from_row, count * from_row);
@@ -410,10 +419,11 @@ impl Planner {
         Ok(())
     }
 
-    fn embed(&mut self, sig: &OpSig, ids: &Operand, table: &Operand, out: &Operand) -> Result<()> {
+    fn embed(&mut self, sig: &OpSig, ids: &TensorView, table: &TensorView, out: &TensorView) -> Result<()> {
         let OpSig::Embed { tokens, vocab, hidden, .. } = *sig else { return Ok(()) };
-        let kernel =
-            Kernel::new(File::Elements, "embed", GROUP).dtype("D1", table.dtype).dtype("OUT", out.dtype);
+        let kernel = Kernel::new(ShaderFile::Elements, "embed", GROUP)
+            .dtype("D1", table.dtype)
+            .dtype("OUT", out.dtype);
         let hidden = u64::from(hidden);
         let mut parts = self.runs(sig, vocab.into(), hidden * table.dtype.size_bytes())?;
         if parts.is_empty() {
@@ -432,10 +442,10 @@ impl Planner {
         Ok(())
     }
 
-    fn rms_norm(&mut self, sig: &OpSig, x: &Operand, weight: &Operand, out: &Operand) -> Result<()> {
+    fn rms_norm(&mut self, sig: &OpSig, x: &TensorView, weight: &TensorView, out: &TensorView) -> Result<()> {
         let OpSig::RmsNorm { rows, cols, eps, .. } = *sig else { return Ok(()) };
         let wide = out.dtype != DType::F32 && cols % 2 == 1;
-        let kernel = Kernel::new(File::Rows, "rms_norm", ROW_GROUP)
+        let kernel = Kernel::new(ShaderFile::Rows, "rms_norm", ROW_GROUP)
             .summing(1)
             .dtype("D0", x.dtype)
             .dtype("D1", weight.dtype)
@@ -459,13 +469,13 @@ impl Planner {
         &mut self,
         sig: &OpSig,
         (parts, rows, dim): (u32, u32, u32),
-        [acc, stat]: [&Operand; 2],
-        out: &Operand,
+        [acc, stat]: [&TensorView; 2],
+        out: &TensorView,
         how: Merged<'_>,
     ) -> Result<()> {
         // parts are not contiguous, so all of them must fit one binding
         self.runs_of(sig, 1, acc.window.bytes.max(stat.window.bytes), 1)?;
-        let kernel = Kernel::new(File::Merge, "attn_merge", GROUP)
+        let kernel = Kernel::new(ShaderFile::Merge, "attn_merge", GROUP)
             .dtype("OUT", out.dtype)
             .flag("NORMALISED", !matches!(how, Merged::Part(_)));
         let (sinks, heads, stat_out) = match how {
@@ -487,9 +497,9 @@ enum Merged<'a> {
     /// Their mean.
     Normalised,
     /// The same with the sinks of so many heads.
-    Joined(&'a Operand, u32),
+    Joined(&'a TensorView, u32),
     /// A part again, with this maximum and sum.
-    Part(&'a Operand),
+    Part(&'a TensorView),
 }
 
 /// Returns the number of words that `count` elements take.

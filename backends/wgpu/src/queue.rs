@@ -5,10 +5,10 @@
 
 use crate::bindings::Bound;
 use crate::counts::count;
-use crate::device::Shared;
-use crate::memory::Memory;
-use crate::pipelines::Pipeline;
-use crate::plan::{OperandLocation, Planner, Window, Work};
+use crate::device::WgpuDeviceState;
+use crate::memory::WgpuMemory;
+use crate::pipelines::CompiledPipeline;
+use crate::plan::{MemoryWindow, OperandLocation, Planner, WgpuStep};
 use crate::readback::{Readback, Readbacks};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::command::ClockKind;
@@ -34,7 +34,7 @@ const BATCHES_TIMED: usize = 64;
 const WAIT_MAX: Duration = Duration::from_secs(1 << 24);
 
 /// A submitted batch.
-enum Batch {
+enum WgpuBatch {
     /// Under way.
     Running {
         index: SubmissionIndex,
@@ -51,16 +51,16 @@ enum Batch {
 
 /// A unit of work with everything that encoding needs.
 enum EncoderStep {
-    Dispatch { pipeline: Arc<Pipeline>, group: BindGroup, words: Vec<u32>, grid: (u32, u32) },
+    Dispatch { pipeline: Arc<CompiledPipeline>, group: BindGroup, words: Vec<u32>, grid: (u32, u32) },
     Copy { from: (Buffer, u64), to: (Buffer, u64), bytes: u64 },
 }
 
 /// A recorded batch.
-struct Recorded {
+struct WgpuRecording {
     steps: Vec<EncoderStep>,
 }
 
-impl Graph for Recorded {
+impl Graph for WgpuRecording {
     fn as_any(&self) -> &dyn Any {
         self
     }
@@ -72,12 +72,12 @@ impl Graph for Recorded {
 
 /// A queue of one device.
 pub(crate) struct WgpuQueue {
-    shared: Arc<Shared>,
+    shared: Arc<WgpuDeviceState>,
     readbacks: Readbacks,
     /// Copied inputs and intermediate results, which all commands share because they run in order.
-    aside: Option<Memory>,
-    scratch: Option<Memory>,
-    batches: VecDeque<Batch>,
+    aside: Option<WgpuMemory>,
+    scratch: Option<WgpuMemory>,
+    batches: VecDeque<WgpuBatch>,
     /// Ticket of the first batch in `batches`.
     first: u64,
     last: Option<SubmissionIndex>,
@@ -86,7 +86,7 @@ pub(crate) struct WgpuQueue {
 }
 
 impl WgpuQueue {
-    pub(crate) fn new(shared: Arc<Shared>) -> WgpuQueue {
+    pub(crate) fn new(shared: Arc<WgpuDeviceState>) -> WgpuQueue {
         WgpuQueue {
             readbacks: Readbacks::new(shared.tick_ns),
             shared,
@@ -102,7 +102,7 @@ impl WgpuQueue {
     /// Checks and prepares a batch; nothing is submitted if any of this fails.
     fn resolve(&mut self, cmds: &[Cmd]) -> Result<Vec<EncoderStep>> {
         for slice in cmds.iter().flat_map(Cmd::args) {
-            Memory::of(slice)?;
+            WgpuMemory::of(slice)?;
         }
         let mut planner = Planner::new(self.shared.demands);
         cmds.iter().try_for_each(|cmd| planner.add(cmd))?;
@@ -113,12 +113,12 @@ impl WgpuQueue {
         {
             if bytes > 0 && memory.as_ref().is_none_or(|memory| memory.size_bytes() < bytes + 32) {
                 *memory = None;
-                *memory = Some(Memory::new(link, (bytes + 32).next_multiple_of(1 << 16))?);
+                *memory = Some(WgpuMemory::new(link, (bytes + 32).next_multiple_of(1 << 16))?);
             }
         }
         let mut pipelines = Vec::with_capacity(planner.works.len());
         for work in &planner.works {
-            if let Work::Dispatch { kernel, bindings, .. } = work {
+            if let WgpuStep::Dispatch { kernel, bindings, .. } = work {
                 let numbers: Vec<u32> = bindings.iter().map(|(number, _)| *number).collect();
                 pipelines.push(self.shared.pipelines.get(link, kernel, &numbers)?);
             }
@@ -131,14 +131,18 @@ impl WgpuQueue {
         prepared.inspect_err(|_| link.groups.clear())?
     }
 
-    fn step(&self, work: &Work, pipelines: &mut impl Iterator<Item = Arc<Pipeline>>) -> Result<EncoderStep> {
+    fn step(
+        &self,
+        work: &WgpuStep,
+        pipelines: &mut impl Iterator<Item = Arc<CompiledPipeline>>,
+    ) -> Result<EncoderStep> {
         match work {
-            Work::Copy { from, to } => Ok(EncoderStep::Copy {
+            WgpuStep::Copy { from, to } => Ok(EncoderStep::Copy {
                 from: (self.memory(from)?.buffer().clone(), from.offset),
                 to: (self.memory(to)?.buffer().clone(), to.offset),
                 bytes: to.bytes,
             }),
-            Work::Dispatch { bindings, words, grid, .. } => {
+            WgpuStep::Dispatch { bindings, words, grid, .. } => {
                 let pipeline = pipelines.next().ok_or_else(|| bug("a dispatch without a pipeline"))?;
                 let bound = bindings.iter().map(|(number, window)| {
                     let (memory, offset, bytes) = (self.memory(window)?, window.offset, window.bytes);
@@ -158,9 +162,9 @@ impl WgpuQueue {
         }
     }
 
-    fn memory<'a>(&'a self, window: &'a Window) -> Result<&'a Memory> {
+    fn memory<'a>(&'a self, window: &'a MemoryWindow) -> Result<&'a WgpuMemory> {
         match &window.place {
-            OperandLocation::Buffer(slice) => Memory::of(slice),
+            OperandLocation::Buffer(slice) => WgpuMemory::of(slice),
             OperandLocation::Aside => self.aside.as_ref().ok_or_else(|| bug("nothing to copy aside to")),
             OperandLocation::Scratch => self.scratch.as_ref().ok_or_else(|| bug("no scratch memory")),
         }
@@ -174,7 +178,7 @@ impl WgpuQueue {
         self.shared.link.faults.alive()?;
         let ticket = self.first + self.batches.len() as u64;
         let batch = if steps.is_empty() {
-            Ok(Batch::Empty(self.last.clone()))
+            Ok(WgpuBatch::Empty(self.last.clone()))
         } else {
             self.hand_over(steps, results)
         };
@@ -189,7 +193,7 @@ impl WgpuQueue {
         Ok(Ticket(ticket))
     }
 
-    fn hand_over(&mut self, steps: &[EncoderStep], results: &[Slice]) -> Result<Batch> {
+    fn hand_over(&mut self, steps: &[EncoderStep], results: &[Slice]) -> Result<WgpuBatch> {
         let shared = self.shared.clone();
         let link = &shared.link;
         let readback = self.readbacks.take(link, results)?;
@@ -216,13 +220,12 @@ impl WgpuQueue {
             index
         })?;
         self.last = Some(index.clone());
-        Ok(Batch::Running { index, since, over, change, readback })
+        Ok(WgpuBatch::Running { index, since, over, change, readback })
     }
 
     /// Notes completed batches, and forgets the oldest.
     fn tidy(&mut self) -> Result<()> {
-        let running =
-            |batch: &&Batch| matches!(batch, Batch::Running { over, .. } if !over.load(Ordering::Acquire));
+        let running = |batch: &&WgpuBatch| matches!(batch, WgpuBatch::Running { over, .. } if !over.load(Ordering::Acquire));
         if self.batches.iter().rev().take_while(running).count() >= BATCHES_UNCHECKED {
             let link = &self.shared.link;
             // an error of the poll shows up in the next wait
@@ -230,12 +233,12 @@ impl WgpuQueue {
         }
         for at in 0..self.batches.len().saturating_sub(BATCHES_TIMED) {
             match &self.batches[at] {
-                Batch::Running { over, .. } if over.load(Ordering::Acquire) => self.settle(at)?,
-                Batch::Running { .. } => break,
+                WgpuBatch::Running { over, .. } if over.load(Ordering::Acquire) => self.settle(at)?,
+                WgpuBatch::Running { .. } => break,
                 _ => {}
             }
         }
-        while self.batches.len() > BATCHES_KEPT && !matches!(self.batches[0], Batch::Running { .. }) {
+        while self.batches.len() > BATCHES_KEPT && !matches!(self.batches[0], WgpuBatch::Running { .. }) {
             self.batches.pop_front();
             self.first += 1;
         }
@@ -245,7 +248,7 @@ impl WgpuQueue {
     /// Collects the time and results of a completed batch.
     fn settle(&mut self, at: usize) -> Result<()> {
         let Some(batch) = self.batches.get_mut(at) else { return Ok(()) };
-        let Batch::Running { since, readback, change, .. } = batch else { return Ok(()) };
+        let WgpuBatch::Running { since, readback, change, .. } = batch else { return Ok(()) };
         let host = Elapsed { time: Seconds(since.elapsed().as_secs_f64()), clock: ClockKind::Host };
         let link = &self.shared.link;
         let told = match readback.take() {
@@ -256,7 +259,7 @@ impl WgpuQueue {
             }
             None => None,
         };
-        *batch = Batch::Done(told.map_or(host, |time| Elapsed { time, clock: ClockKind::Device }));
+        *batch = WgpuBatch::Done(told.map_or(host, |time| Elapsed { time, clock: ClockKind::Device }));
         Ok(())
     }
 
@@ -331,14 +334,14 @@ impl Queue for WgpuQueue {
             return Err(Error::invalid(message));
         };
         match batch {
-            Batch::Done(elapsed) => return Ok(*elapsed),
-            Batch::Empty(before) => {
+            WgpuBatch::Done(elapsed) => return Ok(*elapsed),
+            WgpuBatch::Empty(before) => {
                 if let Some(before) = before.clone() {
                     self.finish(ticket, &before, timeout)?;
                 }
                 return Ok(Elapsed { time: Seconds::ZERO, clock: ClockKind::Host });
             }
-            Batch::Running { index, readback, .. } => {
+            WgpuBatch::Running { index, readback, .. } => {
                 let (index, link) = (index.clone(), &self.shared.link);
                 readback
                     .as_mut()
@@ -349,17 +352,17 @@ impl Queue for WgpuQueue {
         }
         self.settle(at)?;
         match self.batches.get(at) {
-            Some(Batch::Done(elapsed)) => Ok(*elapsed),
+            Some(WgpuBatch::Done(elapsed)) => Ok(*elapsed),
             _ => Err(bug("a batch that is over has no time")),
         }
     }
 
     fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
-        Ok(Arc::new(Recorded { steps: self.resolve(cmds)? }))
+        Ok(Arc::new(WgpuRecording { steps: self.resolve(cmds)? }))
     }
 
     fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
-        let recorded = graph.as_any().downcast_ref::<Recorded>();
+        let recorded = graph.as_any().downcast_ref::<WgpuRecording>();
         let recorded = recorded.ok_or_else(|| Error::invalid("wgpu: the graph belongs to another device"))?;
         self.run(&recorded.steps, &[])
     }

@@ -2,7 +2,7 @@
 //! what is read next.
 
 use crate::counts::count;
-use crate::memory::{DeviceQueue, Landed, Memory};
+use crate::memory::{DeviceQueue, HostCopy, WgpuMemory};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Result, Slice};
@@ -16,13 +16,13 @@ const TIMES_BYTES: u64 = 16;
 const RESULTS_BYTES_MAX: u64 = 16 << 10;
 
 /// The timestamp queries of a batch.
-struct Times {
+struct TimestampQueries {
     set: QuerySet,
     resolved: Buffer,
 }
 
 /// A range of memory that comes along with the end of a batch.
-struct Carried {
+struct BatchReadback {
     source: Buffer,
     memory: u64,
     offset: u64,
@@ -31,9 +31,9 @@ struct Carried {
 
 /// Where what one batch leaves lands.
 pub(crate) struct Readback {
-    times: Option<Times>,
+    times: Option<TimestampQueries>,
     readable: Buffer,
-    carried: Vec<Carried>,
+    carried: Vec<BatchReadback>,
     /// Whether the map was requested, and whether it is there.
     asked: bool,
     mapped: Arc<AtomicBool>,
@@ -45,7 +45,7 @@ impl Readback {
             let descriptor = QuerySetDescriptor { label: None, ty: QueryType::Timestamp, count: 2 };
             let set = link.guard("timestamps", || link.device.create_query_set(&descriptor))?;
             let usage = BufferUsages::QUERY_RESOLVE | BufferUsages::COPY_SRC;
-            Ok(Times { set, resolved: link.buffer("timestamps", TIMES_BYTES, usage)? })
+            Ok(TimestampQueries { set, resolved: link.buffer("timestamps", TIMES_BYTES, usage)? })
         };
         let usage = BufferUsages::MAP_READ | BufferUsages::COPY_DST;
         let readable = link.buffer("memory for results", TIMES_BYTES + RESULTS_BYTES_MAX, usage)?;
@@ -64,13 +64,13 @@ impl Readback {
     }
 
     pub(crate) fn stop(&self, encoder: &mut CommandEncoder) {
-        if let Some(Times { set, resolved }) = &self.times {
+        if let Some(TimestampQueries { set, resolved }) = &self.times {
             encoder.write_timestamp(set, 1);
             encoder.resolve_query_set(set, 0..2, resolved, 0);
             encoder.copy_buffer_to_buffer(resolved, 0, &self.readable, 0, TIMES_BYTES);
         }
         let mut at = TIMES_BYTES;
-        for Carried { source, offset, bytes, .. } in &self.carried {
+        for BatchReadback { source, offset, bytes, .. } in &self.carried {
             encoder.copy_buffer_to_buffer(source, *offset, &self.readable, at, *bytes);
             at += bytes;
         }
@@ -112,9 +112,9 @@ impl Readbacks {
             return Ok(None);
         }
         let carried = results.iter().filter(|slice| slice.bytes > 0).map(|slice| {
-            let memory = Memory::of(slice)?;
+            let memory = WgpuMemory::of(slice)?;
             let (source, offset, bytes) = (memory.buffer().clone(), slice.offset, slice.bytes);
-            Ok(Carried { source, memory: memory.number(), offset, bytes })
+            Ok(BatchReadback { source, memory: memory.number(), offset, bytes })
         });
         let carried = carried.collect::<Result<Vec<_>>>()?;
         let readback = self.free.pop().map_or_else(|| Readback::new(link, self.tick_ns.is_some()), Ok)?;
@@ -126,7 +126,7 @@ impl Readbacks {
         &mut self,
         link: &DeviceQueue,
         mut readback: Readback,
-    ) -> Result<(Option<Seconds>, Vec<Landed>)> {
+    ) -> Result<(Option<Seconds>, Vec<HostCopy>)> {
         let asked = std::mem::replace(&mut readback.asked, false);
         if !asked {
             self.free.push(readback);
@@ -146,10 +146,10 @@ impl Readbacks {
         let (times, mut rest) = bytes.split_at(to_usize(TIMES_BYTES));
         let [began, ended]: [u64; 2] = bytemuck::pod_read_unaligned(times);
         let ticks = self.tick_ns.and_then(|tick_ns| Some((ended.checked_sub(began)?, tick_ns)));
-        let results = readback.carried.drain(..).map(|Carried { memory, offset, bytes, .. }| {
+        let results = readback.carried.drain(..).map(|BatchReadback { memory, offset, bytes, .. }| {
             let (data, behind) = rest.split_at(to_usize(bytes));
             rest = behind;
-            Landed { memory, offset, data: data.to_vec() }
+            HostCopy { memory, offset, data: data.to_vec() }
         });
         let results = results.collect();
         self.free.push(readback);

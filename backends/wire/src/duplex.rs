@@ -200,14 +200,14 @@ fn advance(left: &mut Vec<&[u8]>, mut sent: usize) {
 
 /// Waits for callers of [`Duplex`].
 pub struct DuplexListener {
-    listener: Listener,
+    listener: DuplexSocket,
     address: LinkAddress,
     security: Security,
     silence: Duration,
     pending: PendingStreams,
 }
 
-enum Listener {
+enum DuplexSocket {
     /// With whether the ends agree on RDMA.
     Port(TcpListener, bool),
     Unix(UnixListener),
@@ -244,12 +244,12 @@ impl DuplexListener {
                 if is_rdma {
                     check_rdma().map_err(failed)?;
                 }
-                (Listener::Port(listener, is_rdma), at_port(port, is_rdma))
+                (DuplexSocket::Port(listener, is_rdma), at_port(port, is_rdma))
             }
             LinkAddress::Unix(path) => {
                 let listener = bind_file(path).map_err(failed)?;
                 let address = LinkAddress::Unix(path.canonicalize().map_err(failed)?);
-                (Listener::Unix(listener), address)
+                (DuplexSocket::Unix(listener), address)
             }
         };
         Ok(DuplexListener { listener, address, security, silence, pending: PendingStreams::default() })
@@ -267,12 +267,12 @@ impl DuplexListener {
     /// For lack of descriptors; later callers may be accepted.
     pub fn accept(&self) -> io::Result<DuplexCaller> {
         let (socket, pending) = match &self.listener {
-            Listener::Port(listener, is_rdma) => {
+            DuplexSocket::Port(listener, is_rdma) => {
                 let (socket, peer) = listener.accept()?;
                 let pending = self.pending.enter(peer.ip(), &socket)?;
                 (CallerSocket::Port(socket, *is_rdma), pending)
             }
-            Listener::Unix(listener) => {
+            DuplexSocket::Unix(listener) => {
                 let (socket, _) = listener.accept()?;
                 let pending = self.pending.enter(Ipv4Addr::LOCALHOST.into(), &socket)?;
                 (CallerSocket::Unix(socket), pending)

@@ -66,12 +66,12 @@ struct FaultyEndpoint {
     plan: Arc<FaultPlan>,
     batches: Arc<AtomicU64>,
     next: u64,
-    open: BTreeMap<u64, Course>,
+    open: BTreeMap<u64, BatchFate>,
 }
 
 /// The fate of a batch.
 #[derive(Clone)]
-enum Course {
+enum BatchFate {
     Sent(TransferId),
     /// Sent, and damaged on arrival at this local byte and bit.
     Struck(TransferId, u64, u8),
@@ -99,15 +99,15 @@ impl Endpoint for FaultyEndpoint {
             return Err(Error::new(ErrorKind::Closed, detail));
         };
         let outcome = match course {
-            Course::Sent(inner) => self.inner.wait(inner, timeout),
-            Course::Struck(inner, byte, bit) => {
+            BatchFate::Sent(inner) => self.inner.wait(inner, timeout),
+            BatchFate::Struck(inner, byte, bit) => {
                 self.inner.wait(inner, timeout).and_then(|()| self.flip(byte, bit))
             }
-            Course::Dropped => Ok(()),
-            Course::Failed { batch } => {
+            BatchFate::Dropped => Ok(()),
+            BatchFate::Failed { batch } => {
                 Err(Error::new(ErrorKind::Other, format!("injected fault: batch {batch} failed")))
             }
-            Course::Hung { batch } => {
+            BatchFate::Hung { batch } => {
                 Err(Error::new(ErrorKind::Timeout, format!("injected fault: batch {batch} hangs")))
             }
         };
@@ -119,7 +119,7 @@ impl Endpoint for FaultyEndpoint {
 
     fn cancel(&mut self, transfer: TransferId) -> Result<()> {
         match self.open.remove(&transfer.0) {
-            Some(Course::Sent(inner) | Course::Struck(inner, ..)) => self.inner.cancel(inner),
+            Some(BatchFate::Sent(inner) | BatchFate::Struck(inner, ..)) => self.inner.cancel(inner),
             _ => Ok(()),
         }
     }
@@ -146,19 +146,19 @@ impl FaultyEndpoint {
         let batch = self.batches.fetch_add(1, Ordering::Relaxed);
         let course = match self.plan.at(batch) {
             // a transport has no clock, so a slow batch still arrives
-            None | Some(Fault::Slow { .. }) => Course::Sent(start(&mut *self.inner, pieces)?),
+            None | Some(Fault::Slow { .. }) => BatchFate::Sent(start(&mut *self.inner, pieces)?),
             Some(Fault::BitFlip) => match self.bit(batch, pieces) {
-                None => Course::Sent(start(&mut *self.inner, pieces)?),
+                None => BatchFate::Sent(start(&mut *self.inner, pieces)?),
                 Some((byte, bit)) if flips == Moment::Before => {
                     self.flip(byte, bit)?;
-                    Course::Sent(start(&mut *self.inner, pieces)?)
+                    BatchFate::Sent(start(&mut *self.inner, pieces)?)
                 }
-                Some((byte, bit)) => Course::Struck(start(&mut *self.inner, pieces)?, byte, bit),
+                Some((byte, bit)) => BatchFate::Struck(start(&mut *self.inner, pieces)?, byte, bit),
             },
             // the receiver keeps seeing the previous content
-            Some(Fault::Drop | Fault::Stale) => Course::Dropped,
-            Some(Fault::Fail) => Course::Failed { batch },
-            Some(Fault::Hang) => Course::Hung { batch },
+            Some(Fault::Drop | Fault::Stale) => BatchFate::Dropped,
+            Some(Fault::Fail) => BatchFate::Failed { batch },
+            Some(Fault::Hang) => BatchFate::Hung { batch },
         };
         let id = self.next;
         self.next += 1;

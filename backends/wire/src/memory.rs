@@ -19,7 +19,7 @@ const BOUNCE_BYTES: u64 = 64 * 1024;
 pub struct InProcessTransport {
     /// Distinguishes this value's addresses from those of other values, in this process and elsewhere.
     tag: u64,
-    regions: Mutex<Regions>,
+    regions: Mutex<InProcessRegions>,
 }
 
 impl Default for InProcessTransport {
@@ -30,7 +30,7 @@ impl Default for InProcessTransport {
 }
 
 #[derive(Default)]
-struct Regions {
+struct InProcessRegions {
     by_address: BTreeMap<u64, Arc<InProcessRegion>>,
     next_address: u64,
     next_epoch: u64,
@@ -56,12 +56,12 @@ impl InProcessTransport {
         Self::default()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Regions> {
+    fn lock(&self) -> MutexGuard<'_, InProcessRegions> {
         self.regions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Regions {
+impl InProcessRegions {
     fn find(&self, tag: u64, descriptor: &Descriptor) -> Result<(u64, Arc<InProcessRegion>)> {
         let Descriptor { transport, address, .. } = descriptor;
         let parts = address.split_once('/').filter(|_| transport == NAME);

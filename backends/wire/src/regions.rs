@@ -19,16 +19,16 @@ pub(crate) trait FencedRegion {
 }
 
 /// All regions of a transport, by their keys, with their epochs.
-pub(crate) struct Regions<R>(Mutex<Registered<R>>);
+pub(crate) struct RegionTable<R>(Mutex<Registered<R>>);
 
 struct Registered<R> {
     by_key: BTreeMap<RegionKey, (u64, Arc<R>)>,
     next_epoch: u64,
 }
 
-impl<R> Default for Regions<R> {
+impl<R> Default for RegionTable<R> {
     fn default() -> Self {
-        Regions(Mutex::new(Registered { by_key: BTreeMap::new(), next_epoch: 0 }))
+        RegionTable(Mutex::new(Registered { by_key: BTreeMap::new(), next_epoch: 0 }))
     }
 }
 
@@ -37,12 +37,12 @@ pub(crate) fn not_registered(epoch: u64) -> Error {
     Error::new(ErrorKind::Closed, format!("no region is registered under epoch {epoch} and this key"))
 }
 
-impl<R: FencedRegion> Regions<R> {
+impl<R: FencedRegion> RegionTable<R> {
     /// Creates an empty set, whose epochs begin anywhere.
     pub(crate) fn new() -> Result<Self> {
         let random = RegionKey::random()?.0;
         let next_epoch = u64::from_le_bytes(random[..8].try_into().expect("eight of sixteen bytes"));
-        Ok(Regions(Mutex::new(Registered { by_key: BTreeMap::new(), next_epoch })))
+        Ok(RegionTable(Mutex::new(Registered { by_key: BTreeMap::new(), next_epoch })))
     }
 
     fn lock(&self) -> MutexGuard<'_, Registered<R>> {

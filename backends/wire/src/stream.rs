@@ -66,7 +66,7 @@ impl SecureStream {
     /// # Errors
     /// `WouldBlock` if nothing has arrived yet.
     pub(crate) fn receive(&mut self, parts: &[libc::iovec]) -> io::Result<usize> {
-        let mut awaited = Awaited { socket: &self.socket, patience: self.patience.as_mut() };
+        let mut awaited = SocketWait { socket: &self.socket, patience: self.patience.as_mut() };
         #[cfg(feature = "tls")]
         if let Some(session) = &mut self.session {
             return session.receive(&mut awaited, parts);
@@ -87,12 +87,12 @@ impl SecureStream {
 }
 
 /// A socket that is about to be read.
-struct Awaited<'a> {
+struct SocketWait<'a> {
     socket: &'a TcpStream,
     patience: Option<&'a mut Patience>,
 }
 
-impl Awaited<'_> {
+impl SocketWait<'_> {
     fn wait(&mut self) -> io::Result<()> {
         match &mut self.patience {
             Some(patience) => patience.wait(&mut [poll::readable(self.socket)], None),
@@ -102,7 +102,7 @@ impl Awaited<'_> {
 }
 
 #[cfg(feature = "tls")]
-impl io::Read for Awaited<'_> {
+impl io::Read for SocketWait<'_> {
     fn read(&mut self, place: &mut [u8]) -> io::Result<usize> {
         self.wait()?;
         self.socket.read(place)

@@ -32,7 +32,7 @@ fn a_provider_counts_once_and_hyperscalers_only_where_nobody_else_does() {
     assert_eq!(price(&offers, median), Some(2.5));
     offers.push(offer("X", "c", 4.0));
     assert_eq!(price(&offers, median), Some(3.0));
-    assert_eq!(price(&offers, Selection { pick: Pick::Least, ..median }), Some(2.0));
+    assert_eq!(price(&offers, Selection { pick: PricePick::Least, ..median }), Some(2.0));
     assert_eq!(price(&[], median), None);
 }
 

@@ -17,7 +17,7 @@ const FORMS_MAX: f64 = 0.3;
 
 /// A point prepared for distance computations.
 #[derive(Clone, Debug)]
-struct Row {
+struct PreparedPoint {
     sig: OpSig,
     at: FeaturePoint,
     /// ln(time / law), less what was expected of it.
@@ -26,15 +26,15 @@ struct Row {
 
 /// All points of one class.
 #[derive(Clone, Debug)]
-pub(super) struct Group {
+pub(super) struct ClassPoints {
     pub(super) law: Law,
     /// The points, in ascending order of bytes.
-    rows: Vec<Row>,
+    rows: Vec<PreparedPoint>,
     /// Indices into `rows`, by shape without the row count.
     series: HashMap<[u64; DIMENSIONS - 2], Vec<usize>>,
 }
 
-impl Group {
+impl ClassPoints {
     /// Prepares the points of one class beside their law. `expected` is what is known beforehand about
     /// ln(time / law) of each point, in their order.
     pub(super) fn new(
@@ -45,15 +45,15 @@ impl Group {
     ) -> Self {
         let beyond = |(point, expected): (&&Point, f64)| {
             let rest = (point.time.0 / law.seconds(profile, &point.sig)).ln() - expected;
-            rest.is_finite().then(|| Row { sig: point.sig, at: coordinates(&point.sig), rest })
+            rest.is_finite().then(|| PreparedPoint { sig: point.sig, at: coordinates(&point.sig), rest })
         };
-        let mut rows: Vec<Row> = points.iter().zip(expected).filter_map(beyond).collect();
+        let mut rows: Vec<PreparedPoint> = points.iter().zip(expected).filter_map(beyond).collect();
         rows.sort_by(|a, b| a.at[0].total_cmp(&b.at[0]));
         let mut series: HashMap<_, Vec<usize>> = HashMap::new();
         for (index, row) in rows.iter().enumerate() {
             series.entry(series_of(&row.at)).or_default().push(index);
         }
-        Group { law, rows, series }
+        ClassPoints { law, rows, series }
     }
 
     /// Returns what this device's points say about `sig` beyond the law and what was expected.
@@ -73,12 +73,13 @@ impl Group {
     /// Returns the nearest rows, nearest first, by walking away from `at` in both directions until bytes
     /// alone put them too far away.
     fn nearest<'a>(&'a self, sig: &OpSig, at: &FeaturePoint) -> Vec<Near<'a>> {
-        let mut found: Vec<(f64, &'a Row)> = Vec::with_capacity(NEIGHBOURS + 1);
+        let mut found: Vec<(f64, &'a PreparedPoint)> = Vec::with_capacity(NEIGHBOURS + 1);
         let middle = self.rows.partition_point(|row| row.at[0] < at[0]);
         let (mut below, mut above) =
             (self.rows[..middle].iter().rev().peekable(), self.rows[middle..].iter().peekable());
         loop {
-            let gap = |row: Option<&&Row>| row.map_or(f64::INFINITY, |row| along_bytes(&row.at, at));
+            let gap =
+                |row: Option<&&PreparedPoint>| row.map_or(f64::INFINITY, |row| along_bytes(&row.at, at));
             let (down, up) = (gap(below.peek()), gap(above.peek()));
             let full = found.len() == NEIGHBOURS;
             if full && down.min(up) > found[NEIGHBOURS - 1].0 {
@@ -92,7 +93,7 @@ impl Group {
                 found.truncate(NEIGHBOURS);
             }
         }
-        let near = |(_, row): (f64, &'a Row)| Near {
+        let near = |(_, row): (f64, &'a PreparedPoint)| Near {
             at: &row.at,
             value: row.rest,
             mismatch: mismatch(&row.sig, sig),
@@ -106,13 +107,13 @@ impl Group {
         if at[1] > STEP_ROWS_MAX {
             return None;
         }
-        let (mut below, mut above) = (None::<&Row>, None::<&Row>);
+        let (mut below, mut above) = (None::<&PreparedPoint>, None::<&PreparedPoint>);
         for row in self.series.get(&series_of(at))?.iter().map(|&index| &self.rows[index]) {
             if mismatch(&row.sig, sig) >= FORMS_MAX {
                 continue;
             }
-            let nearer = |old: Option<&Row>| {
-                let key = |r: &Row| ((r.at[1] - at[1]).abs(), mismatch(&r.sig, sig));
+            let nearer = |old: Option<&PreparedPoint>| {
+                let key = |r: &PreparedPoint| ((r.at[1] - at[1]).abs(), mismatch(&r.sig, sig));
                 old.is_none_or(|old| key(row) < key(old))
             };
             if row.at[1] <= at[1] && nearer(below) {

@@ -3,7 +3,7 @@
 //! Stacked regressions (Breiman 1996): each prediction is tested on every point of the device without that
 //! point, and the weights of the average are those with which it would have missed them least.
 
-use super::group::Group;
+use super::group::ClassPoints;
 use super::place::KernelClass;
 use super::predict::Predictor;
 use super::shares::{Miss, shares};
@@ -23,12 +23,12 @@ const LEFT_OUT_MAX: usize = 64;
 #[derive(Clone, Debug)]
 struct Loan {
     from: usize,
-    groups: HashMap<KernelClass, Group>,
+    groups: HashMap<KernelClass, ClassPoints>,
 }
 
 /// What other devices lend; nothing by default.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Lent {
+pub(super) struct LentProfiles {
     others: Arc<[Predictor]>,
     /// Each of the others with each of [`PULLS`].
     loans: Vec<Loan>,
@@ -52,11 +52,11 @@ pub struct ExpectedError {
     pub from: Vec<String>,
 }
 
-impl Lent {
+impl LentProfiles {
     /// Prepares what `others` say about a device with these points; `own` is what they say themselves.
     pub(super) fn new(
         profile: &DeviceProfile,
-        own: &HashMap<KernelClass, Group>,
+        own: &HashMap<KernelClass, ClassPoints>,
         classes: &[(KernelClass, Vec<&Point>)],
         others: &[Predictor],
     ) -> Self {
@@ -77,7 +77,7 @@ impl Lent {
             for out in (0..points.len()).step_by(points.len().div_ceil(LEFT_OUT_MAX)) {
                 let (left, rest) = (points[out], [&points[..out], &points[out + 1..]].concat());
                 let law = own[class].law.again(profile, &rest);
-                let group = Group::new(profile, law, &rest, std::iter::repeat(0.0));
+                let group = ClassPoints::new(profile, law, &rest, std::iter::repeat(0.0));
                 let off = |seconds: f64| (seconds / left.time.0).ln();
                 let alone = off(group.seconds(profile, &left.sig, 0.0));
                 let borrowed = |(from, pull): (usize, f64)| {
@@ -98,7 +98,7 @@ impl Lent {
         let kinds = others.iter().flat_map(Predictor::classes).map(|class| class.name);
         let shares: HashMap<_, _> =
             kinds.map(|kind| (kind, shares(kind, &comparable).unwrap_or_else(even))).collect();
-        let mut lent = Lent { others: others.into(), loans, shares, expected: Vec::new() };
+        let mut lent = LentProfiles { others: others.into(), loans, shares, expected: Vec::new() };
         lent.expected = lent.expected(&misses);
         lent
     }
@@ -155,7 +155,7 @@ impl Lent {
         add(shares[0], own);
         let expected: Vec<Option<f64>> = self.others.iter().map(|other| other.beyond_law(sig)).collect();
         for (loan, share) in self.loans.iter().zip(&shares[1..]) {
-            let seconds = |group: &Group| Some(group.seconds(profile, sig, expected[loan.from]?));
+            let seconds = |group: &ClassPoints| Some(group.seconds(profile, sig, expected[loan.from]?));
             add(*share, loan.groups.get(&class).and_then(seconds));
         }
         if weight > 0.0 { Some((sum / weight).exp()) } else { own }
@@ -169,8 +169,8 @@ fn lend(
     pull: f64,
     class: KernelClass,
     points: &[&Point],
-) -> Option<Group> {
+) -> Option<ClassPoints> {
     let law = other.law(&class)?.moved(profile, points, pull);
     let expected = points.iter().map(|point| other.beyond_law(&point.sig).unwrap_or(0.0));
-    Some(Group::new(profile, law, points, expected))
+    Some(ClassPoints::new(profile, law, points, expected))
 }

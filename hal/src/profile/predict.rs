@@ -8,9 +8,9 @@
 //! as it predicts the points that are there (`lent.rs`). Checked against published kernel times of five GPUs
 //! in `hal/tests/predict.rs`.
 
-use super::group::Group;
+use super::group::ClassPoints;
 use super::law::Law;
-use super::lent::{ExpectedError, Lent};
+use super::lent::{ExpectedError, LentProfiles};
 use super::place::KernelClass;
 use super::{DeviceProfile, Point};
 use crate::OpSig;
@@ -22,24 +22,24 @@ use std::collections::HashMap;
 pub struct Predictor {
     /// The profile, without its points.
     profile: DeviceProfile,
-    groups: HashMap<KernelClass, Group>,
+    groups: HashMap<KernelClass, ClassPoints>,
     /// For each kind, the class that stands in for classes without points.
     largest: HashMap<&'static str, KernelClass>,
     exact: HashMap<OpSig, Seconds>,
-    lent: Lent,
+    lent: LentProfiles,
 }
 
 impl Predictor {
     /// Prepares `profile` for queries.
     pub fn new(profile: &DeviceProfile) -> Self {
-        let classes = Classes::of(&profile.points);
+        let classes = PointsByClass::of(&profile.points);
         let groups = classes.groups(profile);
         let mut exact = HashMap::new();
         for point in &profile.points {
             exact.entry(point.sig).or_insert(point.time);
         }
         let (profile, largest) = (profile.without_points(), classes.largest());
-        Predictor { profile, groups, largest, exact, lent: Lent::default() }
+        Predictor { profile, groups, largest, exact, lent: LentProfiles::default() }
     }
 
     /// Prepares a sparsely measured device with the help of `others`. 32 points over all operations suffice
@@ -50,8 +50,8 @@ impl Predictor {
     /// better than the points alone get nothing. Operations that only the others measured are predicted too.
     pub fn borrowing(profile: &DeviceProfile, others: &[Predictor]) -> Self {
         let mut predictor = Predictor::new(profile);
-        let classes = Classes::of(&profile.points);
-        predictor.lent = Lent::new(&predictor.profile, &predictor.groups, &classes.0, others);
+        let classes = PointsByClass::of(&profile.points);
+        predictor.lent = LentProfiles::new(&predictor.profile, &predictor.groups, &classes.0, others);
         predictor
     }
 
@@ -106,9 +106,9 @@ impl Predictor {
 }
 
 /// The points of a profile by class, in order of appearance.
-struct Classes<'a>(Vec<(KernelClass, Vec<&'a Point>)>);
+struct PointsByClass<'a>(Vec<(KernelClass, Vec<&'a Point>)>);
 
-impl<'a> Classes<'a> {
+impl<'a> PointsByClass<'a> {
     fn of(points: impl IntoIterator<Item = &'a Point>) -> Self {
         let (mut classes, mut places) = (Vec::<(KernelClass, Vec<&Point>)>::new(), HashMap::new());
         for point in points {
@@ -119,7 +119,7 @@ impl<'a> Classes<'a> {
             }
             classes[place].1.push(point);
         }
-        Classes(classes)
+        PointsByClass(classes)
     }
 
     /// Returns the class of each kind with the most points; the first of several.
@@ -135,7 +135,7 @@ impl<'a> Classes<'a> {
     }
 
     /// Prepares all classes; those of one kind and the same dtypes have a cache in common.
-    fn groups(&self, profile: &DeviceProfile) -> HashMap<KernelClass, Group> {
+    fn groups(&self, profile: &DeviceProfile) -> HashMap<KernelClass, ClassPoints> {
         let mut groups = HashMap::new();
         for (class, _) in &self.0 {
             if groups.contains_key(class) {
@@ -146,7 +146,7 @@ impl<'a> Classes<'a> {
             let of: Vec<_> = self.0.iter().filter(alike).collect();
             let points: Vec<&[&Point]> = of.iter().map(|(_, points)| points.as_slice()).collect();
             for ((class, points), law) in of.into_iter().zip(Law::fit(profile, &points)) {
-                groups.insert(*class, Group::new(profile, law, points, std::iter::repeat(0.0)));
+                groups.insert(*class, ClassPoints::new(profile, law, points, std::iter::repeat(0.0)));
             }
         }
         groups
@@ -159,7 +159,7 @@ pub(super) fn time(profile: &DeviceProfile, sig: &OpSig) -> Seconds {
         return point.time;
     }
     let class = KernelClass::of(sig);
-    let classes = Classes::of(profile.points.iter().filter(|point| point.sig.name() == class.name));
+    let classes = PointsByClass::of(profile.points.iter().filter(|point| point.sig.name() == class.name));
     let groups = classes.groups(profile);
     let stand_in = || groups.get(classes.largest().get(class.name)?);
     let group = groups.get(&class).or_else(stand_in);

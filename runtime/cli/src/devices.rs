@@ -6,7 +6,7 @@ use crate::args::DevicesArgs;
 use crate::backends;
 use crate::screen;
 use anyhow::Result;
-use mixfleet_discover::{Here, PciDevice, SamePart, Topology, pci_of, same_part};
+use mixfleet_discover::{DiscoveredMachine, PciDevice, SamePart, Topology, pci_of, same_part};
 use mixfleet_hal::DeviceInfo;
 use mixfleet_hal::units::GIB;
 use serde_json::{Value, json};
@@ -24,7 +24,7 @@ pub(crate) fn run(args: &DevicesArgs) -> Result<()> {
             Err(why) => absent.push((backend.into(), why.reason)),
         }
     }
-    let here = Here::read();
+    let here = DiscoveredMachine::read();
     absent.extend(here.absent.iter().map(|(name, why)| ((*name).into(), why.reason.clone())));
     let same = same_part(&found, &here.topology);
     let mut out = screen::output(args.json);

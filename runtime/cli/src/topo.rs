@@ -3,7 +3,7 @@
 use crate::args::TopoArgs;
 use crate::screen;
 use anyhow::{Context, Result};
-use mixfleet_discover::{Here, HostConditions, PciKind, Recording, Topology, Tree};
+use mixfleet_discover::{DiscoveredMachine, HostConditions, PciKind, Recording, Topology, Tree};
 use mixfleet_report::files::write_whole;
 use serde_json::json;
 use std::io::Write;
@@ -18,7 +18,7 @@ pub(crate) fn run(args: &TopoArgs) -> Result<()> {
     // Libraries describe only this machine, not a recorded one.
     let topology = match &args.from {
         Some(_) => Topology::read(&tree),
-        None => Here::through(&tree).topology,
+        None => DiscoveredMachine::through(&tree).topology,
     };
     let conditions = HostConditions::read(&tree);
     if let Some(path) = &args.record {

@@ -2,12 +2,12 @@
 
 use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::env::{Env, SeededEnv};
-use mixfleet_simulated::Clock;
+use mixfleet_simulated::SimulatedClock;
 
 /// A device clock with the environment's time.
 pub(crate) struct WorldClock(pub(crate) SeededEnv);
 
-impl Clock for WorldClock {
+impl SimulatedClock for WorldClock {
     fn now(&self) -> Seconds {
         self.0.now()
     }

@@ -4,7 +4,7 @@ use super::World;
 use futures_util::future::BoxFuture;
 use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::env::{Env, Listener, Task};
-use mixfleet_simulated::Clock;
+use mixfleet_simulated::SimulatedClock;
 use std::io;
 use std::time::Duration;
 
@@ -77,7 +77,7 @@ impl Env for Host {
     }
 }
 
-impl Clock for Host {
+impl SimulatedClock for Host {
     fn now(&self) -> Seconds {
         Env::now(self)
     }

@@ -3,8 +3,8 @@
 
 use super::convert::{load, load_part, narrow, store, store_part, widen};
 use super::kv::head_bytes;
-use super::simd::{Simd, Task, exp};
-use super::{Span, Worker, round_up};
+use super::simd::{Simd, SimdTask, exp};
+use super::{KernelWorker, OperandSpan, round_up};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, Error, Result, RotaryPart, scaled};
 use std::ops::Range;
@@ -14,8 +14,8 @@ const PAD: usize = 16;
 
 /// Copies rows of a table by index.
 pub(crate) fn embed(
-    worker: &mut Worker<'_>,
-    args: &[Span],
+    worker: &mut KernelWorker<'_>,
+    args: &[OperandSpan],
     (tokens, vocab, hidden): (usize, u32, usize),
     (from, to): (DType, DType),
 ) -> Result<()> {
@@ -36,7 +36,7 @@ pub(crate) fn embed(
 
 /// Copies `count` elements with conversion; of eight bits they are a head, with its scale.
 pub(crate) fn convert_row(
-    worker: &mut Worker<'_>,
+    worker: &mut KernelWorker<'_>,
     from: *const u8,
     from_dtype: DType,
     to: *mut u8,
@@ -64,7 +64,7 @@ struct ConvertRow {
     count: usize,
 }
 
-impl Task for ConvertRow {
+impl SimdTask for ConvertRow {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
@@ -89,7 +89,7 @@ impl Task for ConvertRow {
 
 /// `out = x / sqrt(mean(x^2) + eps) * weight`.
 pub(crate) struct RmsNorm {
-    pub(crate) args: [Span; 3],
+    pub(crate) args: [OperandSpan; 3],
     pub(crate) rows: Range<usize>,
     pub(crate) cols: usize,
     pub(crate) eps: f32,
@@ -98,7 +98,7 @@ pub(crate) struct RmsNorm {
     pub(crate) scratch: *mut f32,
 }
 
-impl Task for RmsNorm {
+impl SimdTask for RmsNorm {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
@@ -133,9 +133,9 @@ impl Task for RmsNorm {
 }
 
 /// Rotary position embedding in place.
-pub(crate) struct Rope {
-    pub(crate) x: Span,
-    pub(crate) cos_sin: Span,
+pub(crate) struct RopeKernel {
+    pub(crate) x: OperandSpan,
+    pub(crate) cos_sin: OperandSpan,
     pub(crate) tokens: Range<usize>,
     pub(crate) heads: usize,
     pub(crate) head_dim: usize,
@@ -143,11 +143,11 @@ pub(crate) struct Rope {
     pub(crate) dtype: DType,
 }
 
-impl Task for Rope {
+impl SimdTask for RopeKernel {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let Rope { x, cos_sin, heads, head_dim, part, dtype, .. } = self;
+        let RopeKernel { x, cos_sin, heads, head_dim, part, dtype, .. } = self;
         let (half, size) = (part.length as usize / 2, to_usize(dtype.size_bytes()));
         for token in self.tokens {
             let cos = cos_sin.at(DType::F32, token * 2 * half);
@@ -212,18 +212,18 @@ pub(crate) enum Binary {
 }
 
 /// An element-wise function of two operands.
-pub(crate) struct Elements {
+pub(crate) struct BinaryKernel {
     pub(crate) function: Binary,
-    pub(crate) args: [Span; 3],
+    pub(crate) args: [OperandSpan; 3],
     pub(crate) range: Range<usize>,
     pub(crate) dtype: DType,
 }
 
-impl Task for Elements {
+impl SimdTask for BinaryKernel {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let Elements { function, args: [a, b, out], range, dtype } = self;
+        let BinaryKernel { function, args: [a, b, out], range, dtype } = self;
         let mut i = range.start;
         while i < range.end {
             let n = (range.end - i).min(S::LANES);
@@ -247,15 +247,15 @@ impl Task for Elements {
 
 /// `(clamp(up) + 1) * g / (1 + exp(-alpha g))` with `g = min(gate, limit)`, of pairs of gate and up.
 pub(crate) struct ClampedSwiglu {
-    pub(crate) gate_up: Span,
-    pub(crate) out: Span,
+    pub(crate) gate_up: OperandSpan,
+    pub(crate) out: OperandSpan,
     pub(crate) range: Range<usize>,
     pub(crate) alpha: f32,
     pub(crate) limit: f32,
     pub(crate) dtype: DType,
 }
 
-impl Task for ClampedSwiglu {
+impl SimdTask for ClampedSwiglu {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {

@@ -2,20 +2,20 @@
 //! products.
 
 use super::elementwise::{load_n, store_n};
-use super::simd::{Simd, Task};
-use super::{Span, Worker};
+use super::simd::{Simd, SimdTask};
+use super::{KernelWorker, OperandSpan};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, ExpertRouting, Scoring};
 use std::ops::Range;
 
 /// Choices of experts.
 pub(crate) struct ExpertChoice {
-    pub(crate) logits: Span,
-    pub(crate) bias: Option<Span>,
-    pub(crate) chosen: Span,
-    pub(crate) weights: Span,
-    pub(crate) order: Span,
-    pub(crate) starts: Span,
+    pub(crate) logits: OperandSpan,
+    pub(crate) bias: Option<OperandSpan>,
+    pub(crate) chosen: OperandSpan,
+    pub(crate) weights: OperandSpan,
+    pub(crate) order: OperandSpan,
+    pub(crate) starts: OperandSpan,
     pub(crate) tokens: usize,
     pub(crate) routing: ExpertRouting,
 }
@@ -42,7 +42,7 @@ impl ExpertChoice {
     ///
     /// # Safety
     /// Spans are the operands of the operation.
-    pub(crate) unsafe fn choose(&self, worker: &Worker<'_>) {
+    pub(crate) unsafe fn choose(&self, worker: &KernelWorker<'_>) {
         let ExpertRouting { experts, active, .. } = self.routing;
         let (experts, active) = (experts as usize, active as usize);
         // SAFETY: the caller's promise.
@@ -166,14 +166,14 @@ impl ExpertChoice {
 
 /// # Safety
 /// `from` holds that many f32.
-unsafe fn floats(from: Span, first: usize, count: usize) -> Vec<f32> {
+unsafe fn floats(from: OperandSpan, first: usize, count: usize) -> Vec<f32> {
     // SAFETY: the caller's promise.
     (0..count).map(|i| unsafe { from.at(DType::F32, first + i).cast::<f32>().read_unaligned() }).collect()
 }
 
 /// `out[t] (+)= sum of weights[t, i] * x[t, i]`.
 pub(crate) struct Combine {
-    pub(crate) args: [Span; 3],
+    pub(crate) args: [OperandSpan; 3],
     pub(crate) tokens: Range<usize>,
     pub(crate) active: usize,
     pub(crate) cols: usize,
@@ -181,7 +181,7 @@ pub(crate) struct Combine {
     pub(crate) accumulate: bool,
 }
 
-impl Task for Combine {
+impl SimdTask for Combine {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {

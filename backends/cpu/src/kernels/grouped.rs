@@ -6,12 +6,12 @@
 
 use super::gemm::packed::{PackX, PanelOut, packed_words, tiles as word_tiles};
 use super::gemm::quantised::QuantisedFewRows;
-use super::gemm::rows::Rows;
+use super::gemm::rows::GemmRows;
 #[cfg(target_arch = "x86_64")]
 use super::gemm::tiles::{self, TilePanel, TileX};
-use super::gemm::{Operands, PackedForm, Shape};
+use super::gemm::{GemmShape, Operands, PackedForm};
 use super::quantised::QuantisedRows;
-use super::{Phase, Span, Worker, round_up, rows_of_a_piece, weight_row_bytes};
+use super::{KernelPhase, KernelWorker, OperandSpan, round_up, rows_of_a_piece, weight_row_bytes};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, Error, Result};
 use std::ops::Range;
@@ -24,21 +24,21 @@ const PACKED_ROWS: usize = 128;
 /// Products with the matrices of experts.
 pub(crate) struct GroupedGemm {
     /// That of one expert; rows are those of all choices.
-    pub(crate) shape: Shape,
-    pub(crate) x: Span,
-    pub(crate) weight: Span,
+    pub(crate) shape: GemmShape,
+    pub(crate) x: OperandSpan,
+    pub(crate) weight: OperandSpan,
     /// The weights of all experts, if they are quantised.
     pub(crate) quantised: Option<QuantisedRows>,
-    pub(crate) bias: Option<Span>,
-    pub(crate) order: Span,
-    pub(crate) starts: Span,
-    pub(crate) out: Span,
+    pub(crate) bias: Option<OperandSpan>,
+    pub(crate) order: OperandSpan,
+    pub(crate) starts: OperandSpan,
+    pub(crate) out: OperandSpan,
     pub(crate) fan: usize,
     pub(crate) experts: usize,
 }
 
 /// What a worker computes at a time.
-struct Piece {
+struct ExpertTask {
     expert: usize,
     /// Places in the order of choices.
     rows: Range<usize>,
@@ -53,8 +53,8 @@ struct Piece {
 }
 
 /// The elements `first .. first + count` of an operand.
-fn part(of: Span, dtype: DType, first: usize, count: usize) -> Span {
-    Span { start: of.at(dtype, first), bytes: count * to_usize(dtype.size_bytes()) }
+fn part(of: OperandSpan, dtype: DType, first: usize, count: usize) -> OperandSpan {
+    OperandSpan { start: of.at(dtype, first), bytes: count * to_usize(dtype.size_bytes()) }
 }
 
 impl GroupedGemm {
@@ -65,20 +65,20 @@ impl GroupedGemm {
     ///
     /// # Safety
     /// Spans are the operands of the operation, and `worker.shared` holds packed `x` after that phase.
-    pub(crate) unsafe fn run(&self, phase: Phase, worker: &mut Worker<'_>) -> Result<()> {
+    pub(crate) unsafe fn run(&self, phase: KernelPhase, worker: &mut KernelWorker<'_>) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe {
             match phase {
                 #[cfg(target_arch = "x86_64")]
-                Phase::PackX => self.pack_tiles(worker),
-                _ => self.multiply(phase == Phase::MultiplyPacked, worker),
+                KernelPhase::PackX => self.pack_tiles(worker),
+                _ => self.multiply(phase == KernelPhase::MultiplyPacked, worker),
             }
         }
     }
 
     /// How the rows of an expert are packed, of which there are so many.
-    fn form(&self, rows: usize, on_tiles: bool, worker: &Worker<'_>) -> Option<PackedForm> {
-        let shape = Shape { m: rows, ..self.shape };
+    fn form(&self, rows: usize, on_tiles: bool, worker: &KernelWorker<'_>) -> Option<PackedForm> {
+        let shape = GemmShape { m: rows, ..self.shape };
         match shape.packed_form(worker.isa) {
             Some(PackedForm::Tiles) if !on_tiles => {
                 shape.is_packed(worker.isa).then(|| PackedForm::Words(shape.word_dtype(worker.isa)))
@@ -92,8 +92,8 @@ impl GroupedGemm {
     /// # Safety
     /// As for [`GroupedGemm::run`].
     #[cfg(target_arch = "x86_64")]
-    unsafe fn pack_tiles(&self, worker: &mut Worker<'_>) -> Result<()> {
-        let Shape { k, x, .. } = self.shape;
+    unsafe fn pack_tiles(&self, worker: &mut KernelWorker<'_>) -> Result<()> {
+        let GemmShape { k, x, .. } = self.shape;
         let mut tile = 0;
         for expert in 0..self.experts {
             // SAFETY: the caller's promise.
@@ -107,12 +107,13 @@ impl GroupedGemm {
                     continue;
                 }
                 let places = first..(first + tiles::ROWS).min(rows.end);
-                let shape = Shape { m: places.len(), ..self.shape };
+                let shape = GemmShape { m: places.len(), ..self.shape };
                 let row_bytes = k * to_usize(x.size_bytes());
                 let gathered_words = round_up((tiles::ROWS * row_bytes).div_ceil(4), 16);
                 let gathered = worker.scratch.words(gathered_words + TileX::SCRATCH_WORDS);
-                let span = Span { start: gathered.cast(), bytes: shape.m * row_bytes };
-                let operands = Operands { x: span, weight: Span::EMPTY, bias: None, out: Span::EMPTY };
+                let span = OperandSpan { start: gathered.cast(), bytes: shape.m * row_bytes };
+                let operands =
+                    Operands { x: span, weight: OperandSpan::EMPTY, bias: None, out: OperandSpan::EMPTY };
                 // SAFETY: the caller's promise; shared scratch has a tile for every 16 rows of an expert.
                 unsafe {
                     self.gather(&self.choices(places)?, span);
@@ -129,7 +130,7 @@ impl GroupedGemm {
     ///
     /// # Safety
     /// As for [`GroupedGemm::run`].
-    unsafe fn multiply(&self, on_tiles: bool, worker: &mut Worker<'_>) -> Result<()> {
+    unsafe fn multiply(&self, on_tiles: bool, worker: &mut KernelWorker<'_>) -> Result<()> {
         // pieces of earlier experts, and the expert of the piece before
         let (mut before, mut expert) = (0, 0);
         #[cfg(target_arch = "x86_64")]
@@ -151,7 +152,7 @@ impl GroupedGemm {
                 let (down, across) = match form {
                     #[cfg(target_arch = "x86_64")]
                     Some(PackedForm::Tiles) => {
-                        let shape = Shape { m: rows.len(), ..self.shape };
+                        let shape = GemmShape { m: rows.len(), ..self.shape };
                         (rows.len(), tiles::panel_rows(&shape, worker.count))
                     }
                     Some(_) => (PACKED_ROWS, PACKED_COLUMNS),
@@ -162,7 +163,7 @@ impl GroupedGemm {
                 if wanted < before + pieces {
                     let (row, column) =
                         ((wanted - before) / columns * down, (wanted - before) % columns * across);
-                    break Piece {
+                    break ExpertTask {
                         expert,
                         rows: rows.start + row..(rows.start + row + down).min(rows.end),
                         columns: column..(column + across).min(self.shape.n),
@@ -227,8 +228,8 @@ impl GroupedGemm {
     }
 
     /// The row of `x` of a choice.
-    fn row(&self, choice: usize) -> Span {
-        let Shape { k, x, .. } = self.shape;
+    fn row(&self, choice: usize) -> OperandSpan {
+        let GemmShape { k, x, .. } = self.shape;
         part(self.x, x, choice / self.fan * k, k)
     }
 
@@ -236,7 +237,7 @@ impl GroupedGemm {
     ///
     /// # Safety
     /// As for [`GroupedGemm::run`]; `to` has room for them.
-    unsafe fn gather(&self, choices: &[usize], to: Span) {
+    unsafe fn gather(&self, choices: &[usize], to: OperandSpan) {
         for (i, &choice) in choices.iter().enumerate() {
             let from = self.row(choice);
             // SAFETY: the caller's promise.
@@ -247,11 +248,11 @@ impl GroupedGemm {
     }
 
     /// Weights and bias of `count` columns of an expert from one on.
-    fn weights_of(&self, expert: usize, first: usize, count: usize) -> (Span, Option<Span>) {
-        let Shape { n, k, weight, .. } = self.shape;
+    fn weights_of(&self, expert: usize, first: usize, count: usize) -> (OperandSpan, Option<OperandSpan>) {
+        let GemmShape { n, k, weight, .. } = self.shape;
         let line = expert * n + first;
         let weights = match self.quantised {
-            Some(_) => Span::EMPTY,
+            Some(_) => OperandSpan::EMPTY,
             None => part(self.weight, weight, line * k, count * k),
         };
         (weights, self.bias.map(|bias| part(bias, weight, line, count)))
@@ -260,11 +261,11 @@ impl GroupedGemm {
     /// # Safety
     /// As for [`GroupedGemm::run`].
     #[cfg(target_arch = "x86_64")]
-    unsafe fn multiply_tiles(&self, piece: &Piece, worker: &mut Worker<'_>) -> Result<()> {
-        let Piece { expert, columns, next, first_tile, .. } = piece;
-        let shape = Shape { m: piece.rows.len(), ..self.shape };
+    unsafe fn multiply_tiles(&self, piece: &ExpertTask, worker: &mut KernelWorker<'_>) -> Result<()> {
+        let ExpertTask { expert, columns, next, first_tile, .. } = piece;
+        let shape = GemmShape { m: piece.rows.len(), ..self.shape };
         let (weight, bias) = self.weights_of(*expert, 0, shape.n);
-        let operands = Operands { x: Span::EMPTY, weight, bias, out: self.out };
+        let operands = Operands { x: OperandSpan::EMPTY, weight, bias, out: self.out };
         // SAFETY: the caller's promise; scratch is as large as the task says.
         unsafe {
             let choices = self.choices(piece.rows.clone())?;
@@ -284,12 +285,12 @@ impl GroupedGemm {
 
     /// # Safety
     /// As for [`GroupedGemm::run`].
-    unsafe fn compute(&self, piece: &Piece, worker: &mut Worker<'_>) -> Result<()> {
-        let Shape { n, k, x, out, .. } = self.shape;
+    unsafe fn compute(&self, piece: &ExpertTask, worker: &mut KernelWorker<'_>) -> Result<()> {
+        let GemmShape { n, k, x, out, .. } = self.shape;
         let (m, columns) = (piece.rows.len(), piece.columns.len());
         // SAFETY: the caller's promise.
         let chosen = unsafe { self.choices(piece.rows.clone()) }?;
-        let shape = Shape { m, n: columns, ..self.shape };
+        let shape = GemmShape { m, n: columns, ..self.shape };
         let dtype = shape.word_dtype(worker.isa);
         let words = |elements: usize, dtype: DType| {
             round_up((elements * to_usize(dtype.size_bytes())).div_ceil(4), 16)
@@ -301,7 +302,7 @@ impl GroupedGemm {
         let own = match (is_packed, &weights) {
             (true, _) => PanelOut::scratch_words(&shape, dtype).max(PackX::SCRATCH_WORDS),
             (false, Some(weights)) => QuantisedFewRows::scratch_words(&shape, weights),
-            (false, None) => Rows::scratch_words(&shape),
+            (false, None) => GemmRows::scratch_words(&shape),
         };
         let gathered = worker.scratch.words(x_words + out_words + packed_words + own);
         let made = gathered.wrapping_add(x_words);
@@ -309,7 +310,7 @@ impl GroupedGemm {
         let scratch = packed.wrapping_add(packed_words);
         let target = |choice: usize| part(self.out, out, choice * n + piece.columns.start, columns);
         let alone = m == 1;
-        let scratch_span = |at: *mut f32, words: usize| Span { start: at.cast(), bytes: words * 4 };
+        let scratch_span = |at: *mut f32, words: usize| OperandSpan { start: at.cast(), bytes: words * 4 };
         if !alone {
             // SAFETY: scratch has room for m rows of k elements; the operand has those rows.
             unsafe { self.gather(&chosen, scratch_span(gathered, x_words)) };
@@ -341,7 +342,7 @@ impl GroupedGemm {
                 let (columns, is_ordered) = (0..columns, false);
                 worker.isa.run(QuantisedFewRows { shape, operands, weights, columns, is_ordered, scratch });
             } else {
-                worker.isa.run(Rows { shape, operands, columns: 0..columns, scratch });
+                worker.isa.run(GemmRows { shape, operands, columns: 0..columns, scratch });
             }
             if !alone {
                 for (i, &choice) in chosen.iter().enumerate() {

@@ -13,7 +13,7 @@
 //! Keys that contain their values are stored as keys alone; attention copies their values out of them.
 
 use super::elementwise::convert_row;
-use super::{Span, Worker};
+use super::{KernelWorker, OperandSpan};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::scaled::SCALE_BYTES;
 use mixfleet_hal::{DType, Error, Result};
@@ -21,8 +21,8 @@ use mixfleet_hal::{DType, Error, Result};
 /// Shape and memory of a layer's keys and values.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PagedKv {
-    pub(crate) k: Span,
-    pub(crate) v: Span,
+    pub(crate) k: OperandSpan,
+    pub(crate) v: OperandSpan,
     pub(crate) dtype: DType,
     pub(crate) page_tokens: usize,
     pub(crate) kv_heads: usize,
@@ -183,8 +183,8 @@ impl PagedKv {
 /// values `v_first` heads behind that of `v`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Dense {
-    pub(crate) k: Span,
-    pub(crate) v: Span,
+    pub(crate) k: OperandSpan,
+    pub(crate) v: OperandSpan,
     pub(crate) dtype: DType,
     /// Heads between a token's row and the next token's.
     pub(crate) per_token: usize,
@@ -203,10 +203,10 @@ impl Dense {
 /// Stores dense rows at their slots. Work is split by head, so that two tokens with the same slot are handled
 /// by one worker and the later token wins.
 pub(crate) fn store(
-    worker: &mut Worker<'_>,
+    worker: &mut KernelWorker<'_>,
     pools: &PagedKv,
     dense: &Dense,
-    slots: Span,
+    slots: OperandSpan,
     tokens: usize,
 ) -> Result<()> {
     let head_dim = pools.head_dim;
@@ -228,10 +228,10 @@ pub(crate) fn store(
 
 /// Gathers slots into dense rows.
 pub(crate) fn gather(
-    worker: &mut Worker<'_>,
+    worker: &mut KernelWorker<'_>,
     pools: &PagedKv,
     dense: &Dense,
-    slots: Span,
+    slots: OperandSpan,
     tokens: usize,
 ) -> Result<()> {
     let head_dim = pools.head_dim;

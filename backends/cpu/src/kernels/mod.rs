@@ -13,26 +13,26 @@ pub(crate) mod sample;
 pub(crate) mod simd;
 pub(crate) mod span;
 
-pub(crate) use span::{Scratch, Span};
+pub(crate) use span::{AlignedScratch, OperandSpan};
 
 use crate::isa::Isa;
 use attention::decode::Decode;
-use attention::merge::Merge;
-use attention::prefill::Prefill;
-use elementwise::{Binary, ClampedSwiglu, Elements, RmsNorm, Rope};
+use attention::merge::AttnMergeRows;
+use attention::prefill::PrefillKernel;
+use elementwise::{Binary, BinaryKernel, ClampedSwiglu, RmsNorm, RopeKernel};
 use experts::{Combine, ExpertChoice};
 use gemm::packed::{PackX, PanelOut};
 use gemm::quantised::QuantisedFewRows;
-use gemm::rows::Rows;
+use gemm::rows::GemmRows;
 #[cfg(target_arch = "x86_64")]
 use gemm::tiles::{self, TilePanel, TileX};
-use gemm::{Operands, PackedForm, Shape};
+use gemm::{GemmShape, Operands, PackedForm};
 use grouped::GroupedGemm;
 use kv::{Dense, PagedKv};
 use mixfleet_hal::cast::{to_f32, to_usize};
 use mixfleet_hal::{ColumnsOf, DType, KvShape, OpSig, Result, RotaryPart};
 use quantised::QuantisedRows;
-use sample::Sample;
+use sample::SampleKernel;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -49,27 +49,27 @@ pub(crate) const fn round_up(n: usize, to: usize) -> usize {
 }
 
 /// The worker that runs a kernel, as the kernel sees it.
-pub(crate) struct Worker<'a> {
+pub(crate) struct KernelWorker<'a> {
     /// Index of the worker within the step.
     pub(crate) index: usize,
     /// Number of workers that run the step.
     pub(crate) count: usize,
     pub(crate) isa: Isa,
     /// Scratch memory of the worker.
-    pub(crate) scratch: &'a mut Scratch,
+    pub(crate) scratch: &'a mut AlignedScratch,
     /// Scratch memory shared by all workers of the device.
     pub(crate) shared: *mut f32,
     /// Counter of the step's claimed pieces.
     pub(crate) claims: &'a AtomicUsize,
 }
 
-impl Worker<'_> {
+impl KernelWorker<'_> {
     /// Returns this worker's even, contiguous share of `items`.
     pub(crate) fn share(&self, items: usize) -> Range<usize> {
         items * self.index / self.count..items * (self.index + 1) / self.count
     }
 
-    /// Returns a share as [`Worker::share`] does, but split only at multiples of `unit`.
+    /// Returns a share as [`KernelWorker::share`] does, but split only at multiples of `unit`.
     fn share_in(&self, items: usize, unit: usize) -> Range<usize> {
         let units = self.share(items.div_ceil(unit));
         (units.start * unit).min(items)..(units.end * unit).min(items)
@@ -88,7 +88,7 @@ impl Worker<'_> {
 
 /// The part of an operation that a step executes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Phase {
+pub(crate) enum KernelPhase {
     /// The whole operation.
     Whole,
     /// Packing a Gemm's `x` into shared scratch.
@@ -111,7 +111,12 @@ pub(crate) enum Phase {
 /// `args` are the operands of `sig` in order, of the sizes that [`OpSig::operands`] says, locked for
 /// their access; `shared` holds what `shared_words` says; steps that conflict are separated by a barrier.
 #[expect(clippy::too_many_lines, reason = "one arm for each kind of operation")]
-pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut Worker<'_>) -> Result<()> {
+pub(crate) unsafe fn run(
+    sig: &OpSig,
+    args: &[OperandSpan],
+    phase: KernelPhase,
+    worker: &mut KernelWorker<'_>,
+) -> Result<()> {
     let isa = worker.isa;
     match *sig {
         OpSig::Embed { tokens, vocab, hidden, table, out } => {
@@ -139,11 +144,14 @@ pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut 
             let (heads, head_dim, tokens) =
                 (heads as usize, head_dim as usize, worker.share(tokens as usize));
             // SAFETY: the caller's promise.
-            unsafe { isa.run(Rope { x: args[0], cos_sin: args[1], tokens, heads, head_dim, part, dtype }) };
+            unsafe {
+                isa.run(RopeKernel { x: args[0], cos_sin: args[1], tokens, heads, head_dim, part, dtype })
+            };
         }
         OpSig::CopyColumns { rows, cols, from, to, x } => {
-            let of =
-                |span: Span, of: ColumnsOf, row: usize| span.at(x, row * of.row as usize + of.first as usize);
+            let of = |span: OperandSpan, of: ColumnsOf, row: usize| {
+                span.at(x, row * of.row as usize + of.first as usize)
+            };
             let bytes = cols as usize * to_usize(x.size_bytes());
             for row in worker.share(rows as usize) {
                 // SAFETY: the caller's promise; columns are inside rows, and `Cmd::new` refuses overlap.
@@ -154,8 +162,8 @@ pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut 
         OpSig::AttnDecode { .. } => {
             let decode = decode(sig, args);
             return match phase {
-                Phase::Chunks => decode.run_chunks(worker),
-                Phase::Sums => decode.run_sums(worker),
+                KernelPhase::Chunks => decode.run_chunks(worker),
+                KernelPhase::Sums => decode.run_sums(worker),
                 _ => decode.run(worker),
             };
         }
@@ -166,7 +174,7 @@ pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut 
             let (acc, stat, out) = (args[0], args[1], args[2 + usize::from(sinks.is_some())]);
             let sinks = sinks.map(|sinks| (sinks, heads));
             // SAFETY: the caller's promise.
-            unsafe { isa.run(Merge { acc, stat, sinks, out, parts, rows, range, head_dim, dtype }) };
+            unsafe { isa.run(AttnMergeRows { acc, stat, sinks, out, parts, rows, range, head_dim, dtype }) };
         }
         OpSig::SiluMul { elements, x } => elements_of(Binary::SiluMul, args, elements, x, worker),
         OpSig::ClampedSwiglu { elements, alpha, limit, x: dtype } => {
@@ -179,10 +187,10 @@ pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut 
             let route = route(sig, args);
             // SAFETY: the caller's promise; one worker sorts, after a barrier.
             unsafe {
-                if phase != Phase::Sort {
+                if phase != KernelPhase::Sort {
                     route.choose(worker);
                 }
-                if phase != Phase::Choose && worker.index == 0 {
+                if phase != KernelPhase::Choose && worker.index == 0 {
                     route.sort();
                 }
             }
@@ -217,15 +225,21 @@ pub(crate) unsafe fn run(sig: &OpSig, args: &[Span], phase: Phase, worker: &mut 
     Ok(())
 }
 
-fn elements_of(function: Binary, args: &[Span], elements: u64, dtype: DType, worker: &Worker<'_>) {
+fn elements_of(
+    function: Binary,
+    args: &[OperandSpan],
+    elements: u64,
+    dtype: DType,
+    worker: &KernelWorker<'_>,
+) {
     let range = worker.share_in(to_usize(elements), 1024);
     let args = [args[0], args[1], args[2]];
     // SAFETY: the promise of `run`'s caller.
-    unsafe { worker.isa.run(Elements { function, args, range, dtype }) };
+    unsafe { worker.isa.run(BinaryKernel { function, args, range, dtype }) };
 }
 
 /// The shape of a product.
-pub(crate) fn gemm_shape(sig: &OpSig) -> Option<Shape> {
+pub(crate) fn gemm_shape(sig: &OpSig) -> Option<GemmShape> {
     let (m, n, k, x, out, bias, accumulate, weight, is_quantised) = match *sig {
         OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } => {
             (m, n, k, x, out, bias, accumulate, weight, false)
@@ -236,11 +250,11 @@ pub(crate) fn gemm_shape(sig: &OpSig) -> Option<Shape> {
         _ => return None,
     };
     let (m, n, k) = (m as usize, n as usize, k as usize);
-    Some(Shape { m, n, k, x, weight, is_quantised, out, bias, accumulate })
+    Some(GemmShape { m, n, k, x, weight, is_quantised, out, bias, accumulate })
 }
 
 /// Shape and operands of a product, and its weights if they are quantised.
-fn gemm_parts(sig: &OpSig, args: &[Span]) -> (Shape, Operands, Option<QuantisedRows>) {
+fn gemm_parts(sig: &OpSig, args: &[OperandSpan]) -> (GemmShape, Operands, Option<QuantisedRows>) {
     let Some(shape) = gemm_shape(sig) else { unreachable!("only called for a product") };
     let OpSig::QuantisedGemm { weight, .. } = *sig else {
         return (shape, Operands::new(&shape, args), None);
@@ -258,7 +272,7 @@ fn rows_of_a_piece(n: usize, row_bytes: usize, workers: usize) -> usize {
 }
 
 /// Bytes of the codes or elements of a weight row.
-fn weight_row_bytes(shape: &Shape, quantised: Option<&QuantisedRows>) -> usize {
+fn weight_row_bytes(shape: &GemmShape, quantised: Option<&QuantisedRows>) -> usize {
     match quantised {
         Some(weights) => 4 * weights.row_words(),
         None => shape.k * to_usize(shape.weight.size_bytes()),
@@ -269,24 +283,24 @@ fn weight_row_bytes(shape: &Shape, quantised: Option<&QuantisedRows>) -> usize {
 /// As for [`run`].
 #[expect(clippy::too_many_lines, reason = "one arm for each pair of dtypes")]
 unsafe fn run_gemm(
-    shape: Shape,
+    shape: GemmShape,
     operands: Operands,
     quantised: Option<QuantisedRows>,
-    phase: Phase,
-    worker: &mut Worker<'_>,
+    phase: KernelPhase,
+    worker: &mut KernelWorker<'_>,
 ) {
     let (isa, packed, dtype) = (worker.isa, worker.shared, shape.word_dtype(worker.isa));
     // SAFETY: the caller's promise, and scratch is as large as each task says.
     unsafe {
         match phase {
             #[cfg(target_arch = "x86_64")]
-            Phase::PackX if shape.packed_form(isa) == Some(PackedForm::Tiles) => {
+            KernelPhase::PackX if shape.packed_form(isa) == Some(PackedForm::Tiles) => {
                 let scratch = worker.scratch.words(TileX::SCRATCH_WORDS);
                 let tiles = worker.share(tiles::x_tiles(shape.m));
                 isa.run(TileX { shape, operands, tiles, packed, scratch });
             }
             #[cfg(target_arch = "x86_64")]
-            Phase::MultiplyPacked if shape.packed_form(isa) == Some(PackedForm::Tiles) => {
+            KernelPhase::MultiplyPacked if shape.packed_form(isa) == Some(PackedForm::Tiles) => {
                 let rows = tiles::panel_rows(&shape, worker.count);
                 let scratch = worker.scratch.words(TilePanel::scratch_words(&shape, rows));
                 let mut column = worker.index * rows;
@@ -307,12 +321,12 @@ unsafe fn run_gemm(
                     column = next;
                 }
             }
-            Phase::PackX => {
+            KernelPhase::PackX => {
                 let scratch = worker.scratch.words(PackX::SCRATCH_WORDS);
                 let tiles = worker.share(gemm::packed::tiles(shape.m, isa.lanes()));
                 isa.run(PackX { shape, operands, dtype, tiles, packed, scratch });
             }
-            Phase::MultiplyPacked => {
+            KernelPhase::MultiplyPacked => {
                 let scratch = worker.scratch.words(PanelOut::scratch_words(&shape, dtype));
                 let panels = shape.n.div_ceil(2 * isa.lanes());
                 loop {
@@ -326,7 +340,7 @@ unsafe fn run_gemm(
             _ => {
                 let words = match &quantised {
                     Some(weights) => QuantisedFewRows::scratch_words(&shape, weights),
-                    None => Rows::scratch_words(&shape),
+                    None => GemmRows::scratch_words(&shape),
                 };
                 let scratch = worker.scratch.words(words);
                 let row_bytes = weight_row_bytes(&shape, quantised.as_ref());
@@ -347,7 +361,7 @@ unsafe fn run_gemm(
                                 scratch,
                             });
                         }
-                        None => isa.run(Rows { shape, operands, columns, scratch }),
+                        None => isa.run(GemmRows { shape, operands, columns, scratch }),
                     }
                     first = next;
                 }
@@ -357,7 +371,7 @@ unsafe fn run_gemm(
 }
 
 /// The pools of such KV, which are the first of `args`, and the operands behind them.
-fn pools(args: &[Span], shape: KvShape) -> (PagedKv, &[Span]) {
+fn pools(args: &[OperandSpan], shape: KvShape) -> (PagedKv, &[OperandSpan]) {
     let KvShape { kv_heads, head_dim, page_tokens, dtype, latent } = shape;
     let (page_tokens, kv_heads, head_dim) = (page_tokens as usize, kv_heads as usize, head_dim as usize);
     let (pools, rest) = args.split_at(shape.pools() as usize);
@@ -369,12 +383,12 @@ fn pools(args: &[Span], shape: KvShape) -> (PagedKv, &[Span]) {
     )
 }
 
-fn prefill(sig: &OpSig, args: &[Span]) -> Prefill {
+fn prefill(sig: &OpSig, args: &[OperandSpan]) -> PrefillKernel {
     let OpSig::AttnPrefill { tokens, sequences, heads, pages_max, window, sinks, x, kv, .. } = *sig else {
         unreachable!("only called for AttnPrefill");
     };
     let (pools, rest) = pools(&args[4..], kv);
-    Prefill {
+    PrefillKernel {
         q: args[0],
         query_start: args[1],
         context: args[2],
@@ -391,7 +405,7 @@ fn prefill(sig: &OpSig, args: &[Span]) -> Prefill {
     }
 }
 
-fn decode(sig: &OpSig, args: &[Span]) -> Decode {
+fn decode(sig: &OpSig, args: &[OperandSpan]) -> Decode {
     let OpSig::AttnDecode { sequences, heads, pages_max, x, kv, .. } = *sig else {
         unreachable!("only called for AttnDecode");
     };
@@ -410,12 +424,12 @@ fn decode(sig: &OpSig, args: &[Span]) -> Decode {
     }
 }
 
-fn sample(sig: &OpSig, args: &[Span]) -> Sample {
+fn sample(sig: &OpSig, args: &[OperandSpan]) -> SampleKernel {
     let OpSig::Sample { rows, cols, history, tops } = *sig else {
         unreachable!("only called for Sample");
     };
     let out = if history > 0 { 4 } else { 2 };
-    Sample {
+    SampleKernel {
         logits: args[0],
         parameters: args[1],
         history: (history > 0).then(|| [args[2], args[3]]),
@@ -428,7 +442,7 @@ fn sample(sig: &OpSig, args: &[Span]) -> Sample {
     }
 }
 
-fn route(sig: &OpSig, args: &[Span]) -> ExpertChoice {
+fn route(sig: &OpSig, args: &[OperandSpan]) -> ExpertChoice {
     let OpSig::Route { tokens, bias, routing } = *sig else { unreachable!("only called for Route") };
     let at = 1 + usize::from(bias);
     ExpertChoice {
@@ -443,7 +457,7 @@ fn route(sig: &OpSig, args: &[Span]) -> ExpertChoice {
     }
 }
 
-fn grouped_gemm(sig: &OpSig, args: &[Span]) -> GroupedGemm {
+fn grouped_gemm(sig: &OpSig, args: &[OperandSpan]) -> GroupedGemm {
     let OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } = *sig else {
         unreachable!("only called for GroupedGemm");
     };
@@ -453,7 +467,7 @@ fn grouped_gemm(sig: &OpSig, args: &[Span]) -> GroupedGemm {
     let quantised = weight.quantised().map(|kind| QuantisedRows::of(kind, k, &args[1..]).0);
     let is_quantised = quantised.is_some();
     GroupedGemm {
-        shape: Shape { m, n, k, x, weight: weight.bias(), is_quantised, out, bias, accumulate: false },
+        shape: GemmShape { m, n, k, x, weight: weight.bias(), is_quantised, out, bias, accumulate: false },
         x: args[0],
         weight: args[1],
         quantised,
@@ -466,7 +480,7 @@ fn grouped_gemm(sig: &OpSig, args: &[Span]) -> GroupedGemm {
     }
 }
 
-fn move_kv(sig: &OpSig, args: &[Span], worker: &mut Worker<'_>) -> Result<()> {
+fn move_kv(sig: &OpSig, args: &[OperandSpan], worker: &mut KernelWorker<'_>) -> Result<()> {
     match *sig {
         OpSig::KvWrite { tokens, x, kv } => {
             let at = kv.pools() as usize;
@@ -488,13 +502,18 @@ fn move_kv(sig: &OpSig, args: &[Span], worker: &mut Worker<'_>) -> Result<()> {
 }
 
 /// Describes the wire layout: per token all keys, then all values.
-fn wire_rows(wire: Span, dtype: DType, kv: KvShape) -> Dense {
+fn wire_rows(wire: OperandSpan, dtype: DType, kv: KvShape) -> Dense {
     let kv_heads = kv.kv_heads as usize;
     Dense { k: wire, v: wire, dtype, per_token: kv.pools() as usize * kv_heads, v_first: kv_heads }
 }
 
 /// Returns the phases of an operation in order, and the words of shared scratch that they need.
-pub(crate) fn phases(sig: &OpSig, args: &[Span], isa: Isa, workers: usize) -> (&'static [Phase], usize) {
+pub(crate) fn phases(
+    sig: &OpSig,
+    args: &[OperandSpan],
+    isa: Isa,
+    workers: usize,
+) -> (&'static [KernelPhase], usize) {
     match sig {
         OpSig::Gemm { .. } | OpSig::QuantisedGemm { .. } => {
             let Some(shape) = gemm_shape(sig) else { unreachable!("it is a product") };
@@ -506,7 +525,7 @@ pub(crate) fn phases(sig: &OpSig, args: &[Span], isa: Isa, workers: usize) -> (&
                     #[cfg(not(target_arch = "x86_64"))]
                     PackedForm::Tiles => unreachable!("only a level with tiles"),
                 };
-                return (&[Phase::PackX, Phase::MultiplyPacked], words);
+                return (&[KernelPhase::PackX, KernelPhase::MultiplyPacked], words);
             }
         }
         #[cfg(target_arch = "x86_64")]
@@ -514,19 +533,19 @@ pub(crate) fn phases(sig: &OpSig, args: &[Span], isa: Isa, workers: usize) -> (&
             let GroupedGemm { shape, .. } = grouped_gemm(sig, args);
             if shape.packed_form(isa) == Some(PackedForm::Tiles) {
                 let words = tiles::packed_words_of_experts(&shape, grouped.experts as usize);
-                return (&[Phase::PackX, Phase::MultiplyPacked], words);
+                return (&[KernelPhase::PackX, KernelPhase::MultiplyPacked], words);
             }
         }
         OpSig::Route { .. } if workers > 1 && sig.flops() > ROUTE_ALONE_FLOPS => {
-            return (&[Phase::Choose, Phase::Sort], 0);
+            return (&[KernelPhase::Choose, KernelPhase::Sort], 0);
         }
         OpSig::AttnDecode { .. } => {
             let decode = decode(sig, args);
             if decode.is_split(workers) {
-                return (&[Phase::Chunks, Phase::Sums], decode.shared_words());
+                return (&[KernelPhase::Chunks, KernelPhase::Sums], decode.shared_words());
             }
         }
         _ => {}
     }
-    (&[Phase::Whole], 0)
+    (&[KernelPhase::Whole], 0)
 }

@@ -1,8 +1,8 @@
 //! Quantised weights as the kernels see them, and rows of them in f32.
 
 use super::convert::{narrow, widen};
-use super::simd::{Simd, Task};
-use super::{Span, Worker, round_up};
+use super::simd::{Simd, SimdTask};
+use super::{KernelWorker, OperandSpan, round_up};
 use half::{bf16, f16};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::quantised::SUPER_COLUMNS;
@@ -13,12 +13,12 @@ use mixfleet_hal::{CodeKind, DType, Error, Quantised, Result, ScaleKind, ZeroKin
 pub(crate) struct QuantisedRows {
     pub(crate) kind: Quantised,
     pub(crate) columns: usize,
-    pub(crate) codes: Span,
-    pub(crate) high: Span,
-    scales: Span,
-    zeros: Span,
-    supers: Span,
-    outer: Span,
+    pub(crate) codes: OperandSpan,
+    pub(crate) high: OperandSpan,
+    scales: OperandSpan,
+    zeros: OperandSpan,
+    supers: OperandSpan,
+    outer: OperandSpan,
 }
 
 /// Numbers of E2M1 codes.
@@ -27,14 +27,14 @@ pub(crate) const E2M1: [f32; 16] =
 
 impl QuantisedRows {
     /// From the operands that are its arrays, and those that follow them.
-    pub(crate) fn of(kind: Quantised, columns: usize, args: &[Span]) -> (Self, &[Span]) {
+    pub(crate) fn of(kind: Quantised, columns: usize, args: &[OperandSpan]) -> (Self, &[OperandSpan]) {
         let mut rest = args;
         let mut take = |present: bool| match rest.split_first() {
             Some((first, after)) if present => {
                 rest = after;
                 *first
             }
-            _ => Span::EMPTY,
+            _ => OperandSpan::EMPTY,
         };
         let codes = take(true);
         let high = take(kind.code.high_bits() > 0);
@@ -51,9 +51,9 @@ impl QuantisedRows {
         let row = which * rows + first;
         let group_rows = self.kind.group_rows as usize;
         let group = which * rows.div_ceil(group_rows) + first / group_rows;
-        let from = |span: Span, bytes: usize| match span.bytes {
+        let from = |span: OperandSpan, bytes: usize| match span.bytes {
             0 => span,
-            _ => Span { start: span.start.wrapping_add(bytes), bytes: span.bytes - bytes },
+            _ => OperandSpan { start: span.start.wrapping_add(bytes), bytes: span.bytes - bytes },
         };
         let scale_bytes = match self.kind.scale.dtype() {
             Some(dtype) => self.row_groups() * to_usize(dtype.size_bytes()),
@@ -155,7 +155,7 @@ impl QuantisedRows {
         // SAFETY: the caller's promise.
         unsafe {
             widen::<S>(DType::F16, self.supers.at(DType::F16, row * blocks * supers), spare, blocks * supers);
-            let numbers = |span: Span, which: usize, to: *mut f32| {
+            let numbers = |span: OperandSpan, which: usize, to: *mut f32| {
                 let from = span.start.add(row * row_bytes).cast::<i8>();
                 // eight at a time: a super-block has 8 or 16
                 for first in (0..blocks * per).step_by(8) {
@@ -271,7 +271,7 @@ impl QuantisedRows {
                 let blocks = self.columns / SUPER_COLUMNS as usize;
                 let block = group / (SUPER_COLUMNS / self.kind.group_columns) as usize;
                 let at = (row * blocks + block) * supers;
-                let integer = |span: Span| {
+                let integer = |span: OperandSpan| {
                     f32::from(span.start.add(row * groups.next_multiple_of(4) + group).cast::<i8>().read())
                 };
                 let scale = integer(self.scales) * (read_f16(self.supers, at) * outer);
@@ -303,7 +303,8 @@ impl QuantisedRows {
         unsafe {
             let (codes, words) = (self.codes.start, self.row_words());
             let nibble = |word: u32| word >> (4 * (column % 8)) & 15;
-            let low = |span: Span| span.start.cast::<u32>().add(row * words + column / 8).read_unaligned();
+            let low =
+                |span: OperandSpan| span.start.cast::<u32>().add(row * words + column / 8).read_unaligned();
             let high = |bits: usize| {
                 let per = 32 / bits;
                 let word = self.high.u32(row * self.high_row_words() + column / per);
@@ -341,12 +342,12 @@ pub(crate) fn e4m3(code: u8) -> f32 {
     f32::from_bits((code & 0x80) << 24 | (code & 0x7F) << 20) * SHIFT
 }
 
-unsafe fn read_f32(span: Span, index: usize) -> f32 {
+unsafe fn read_f32(span: OperandSpan, index: usize) -> f32 {
     // SAFETY: the caller's promise that the span has the element.
     unsafe { span.at(DType::F32, index).cast::<f32>().read_unaligned() }
 }
 
-unsafe fn read_f16(span: Span, index: usize) -> f32 {
+unsafe fn read_f16(span: OperandSpan, index: usize) -> f32 {
     // SAFETY: the caller's promise that the span has the element.
     f16::from_bits(unsafe { span.at(DType::F16, index).cast::<u16>().read_unaligned() }).to_f32()
 }
@@ -381,7 +382,7 @@ unsafe fn each<S: Simd>(count: usize, numbers: *mut f32, change: impl Fn(usize, 
 }
 
 #[inline(always)]
-unsafe fn read_scale(kind: ScaleKind, span: Span, index: usize) -> f32 {
+unsafe fn read_scale(kind: ScaleKind, span: OperandSpan, index: usize) -> f32 {
     // SAFETY: the caller's promise that the span has the element.
     unsafe {
         match kind {
@@ -398,8 +399,8 @@ unsafe fn read_scale(kind: ScaleKind, span: Span, index: usize) -> f32 {
 
 /// Copies rows of a quantised table by index.
 pub(crate) fn embed(
-    worker: &mut Worker<'_>,
-    args: &[Span],
+    worker: &mut KernelWorker<'_>,
+    args: &[OperandSpan],
     (tokens, vocab, hidden): (usize, u32, usize),
     (table, to): (Quantised, DType),
 ) -> Result<()> {
@@ -429,7 +430,7 @@ struct EmbedRow {
     target: *mut u8,
 }
 
-impl Task for EmbedRow {
+impl SimdTask for EmbedRow {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {

@@ -4,8 +4,8 @@
 //! what a filter keeps is found among the few tokens that can matter. Loops over arrays of a fixed length are
 //! left to the compiler, which makes vectors of the level's width of them.
 
-use super::simd::{Simd, Task};
-use super::{Span, Worker};
+use super::simd::{Simd, SimdTask};
+use super::{KernelWorker, OperandSpan};
 use mixfleet_hal::cast::{to_u32, to_u64, to_usize};
 use mixfleet_hal::sample::{
     DRAWN_WORDS, EXP2, EXPONENT_MIN, LOG2_E, NO_TOKEN, ONE, PARAMETER_WORDS, Parameters, WHOLE, part,
@@ -22,26 +22,26 @@ const NAN_BITS: u32 = 0x7FC0_0000;
 
 /// The operands and shape.
 #[derive(Clone, Copy)]
-pub(crate) struct Sample {
-    pub(crate) logits: Span,
-    pub(crate) parameters: Span,
+pub(crate) struct SampleKernel {
+    pub(crate) logits: OperandSpan,
+    pub(crate) parameters: OperandSpan,
     /// Where rows' entries begin, and the entries.
-    pub(crate) history: Option<[Span; 2]>,
-    pub(crate) out: Span,
-    pub(crate) top: Option<Span>,
+    pub(crate) history: Option<[OperandSpan; 2]>,
+    pub(crate) out: OperandSpan,
+    pub(crate) top: Option<OperandSpan>,
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) entries: usize,
     pub(crate) tops: usize,
 }
 
-impl Sample {
+impl SampleKernel {
     /// Draws the rows that this worker claims.
     ///
     /// # Errors
     /// `Invalid` if a row's part of the history begins after its end.
-    pub(crate) fn run(self, worker: &Worker<'_>) -> Result<()> {
-        let mut kept = Kept::default();
+    pub(crate) fn run(self, worker: &KernelWorker<'_>) -> Result<()> {
+        let mut kept = SampleScratch::default();
         loop {
             let row = worker.claim();
             if row >= self.rows {
@@ -91,29 +91,29 @@ fn logit_of(rank: Rank) -> f32 {
 
 /// A token that a filter may keep.
 #[derive(Clone, Copy, Default)]
-struct Candidate {
+struct TokenCandidate {
     rank: Rank,
     weight: u64,
 }
 
 /// Memory that rows use one after the other.
 #[derive(Default)]
-struct Kept {
-    tokens: Vec<Candidate>,
+struct SampleScratch {
+    tokens: Vec<TokenCandidate>,
     /// The same tokens while they are split by weight.
-    split: Vec<Candidate>,
+    split: Vec<TokenCandidate>,
     /// Sums of the blocks' weights.
     sums: Vec<u64>,
 }
 
 /// A row of logits in memory.
 #[derive(Clone, Copy)]
-struct Row {
+struct SampledLogits {
     start: *mut f32,
     cols: usize,
 }
 
-impl Row {
+impl SampledLogits {
     /// Returns logit `id`.
     #[inline(always)]
     fn at(self, id: usize) -> f32 {
@@ -174,14 +174,14 @@ impl Row {
 
 /// The weights of a row's tokens.
 #[derive(Clone, Copy)]
-struct Weights {
+struct TokenWeights {
     best: f32,
     scale: f32,
     /// What weighs less counts as nothing.
     least: f64,
 }
 
-impl Weights {
+impl TokenWeights {
     /// As `mixfleet_hal::sample::weight`, of a block.
     #[inline(always)]
     fn of(self, logits: &[f32; BLOCK], weights: &mut [f64; BLOCK]) {
@@ -202,7 +202,7 @@ impl Weights {
 
     /// Returns the sum of a row's weights, and leaves the sums of its blocks in `sums`.
     #[inline(always)]
-    fn sum(self, row: Row, sums: &mut Vec<u64>) -> u64 {
+    fn sum(self, row: SampledLogits, sums: &mut Vec<u64>) -> u64 {
         let mut weights = [0.0; BLOCK];
         sums.clear();
         let mut total = 0;
@@ -223,7 +223,7 @@ impl Weights {
 
     /// Weighs the tokens of a list, and returns the sum.
     #[inline(always)]
-    fn weigh(self, tokens: &mut [Candidate]) -> u64 {
+    fn weigh(self, tokens: &mut [TokenCandidate]) -> u64 {
         let (mut logits, mut weights) = ([f32::NEG_INFINITY; BLOCK], [0.0; BLOCK]);
         let mut total = 0;
         for block in tokens.chunks_mut(BLOCK) {
@@ -242,14 +242,14 @@ impl Weights {
 
 /// Collects the tokens whose logit is at least `least`, by id.
 #[inline(always)]
-fn collect(row: Row, least: f32, tokens: &mut Vec<Candidate>) {
+fn collect(row: SampledLogits, least: f32, tokens: &mut Vec<TokenCandidate>) {
     tokens.clear();
     for from in (0..row.cols).step_by(CHUNK) {
         let x = row.some::<CHUNK>(from);
         if x.iter().fold(false, |any, &x| any | (x >= least)) {
             for (lane, &x) in x.iter().enumerate().take(row.cols - from) {
                 if x >= least {
-                    tokens.push(Candidate { rank: rank(x, from + lane), weight: 0 });
+                    tokens.push(TokenCandidate { rank: rank(x, from + lane), weight: 0 });
                 }
             }
         }
@@ -258,7 +258,7 @@ fn collect(row: Row, least: f32, tokens: &mut Vec<Candidate>) {
 
 /// Collects the `k` best tokens, in no order.
 #[inline(always)]
-fn collect_best(row: Row, k: usize, tokens: &mut Vec<Candidate>) {
+fn collect_best(row: SampledLogits, k: usize, tokens: &mut Vec<TokenCandidate>) {
     if k >= row.cols {
         return collect(row, f32::NEG_INFINITY, tokens);
     }
@@ -273,7 +273,7 @@ fn collect_best(row: Row, k: usize, tokens: &mut Vec<Candidate>) {
         }
         for (lane, &x) in x.iter().enumerate().take(row.cols - from) {
             if worst.is_none_or(|worst| x > worst) {
-                tokens.push(Candidate { rank: rank(x, from + lane), weight: 0 });
+                tokens.push(TokenCandidate { rank: rank(x, from + lane), weight: 0 });
             }
         }
         if tokens.len() + CHUNK > room {
@@ -286,7 +286,7 @@ fn collect_best(row: Row, k: usize, tokens: &mut Vec<Candidate>) {
 }
 
 /// Keeps the `k` best of more tokens, and returns the worst of them.
-fn select(tokens: &mut Vec<Candidate>, k: usize) -> Rank {
+fn select(tokens: &mut Vec<TokenCandidate>, k: usize) -> Rank {
     let worst = tokens.select_nth_unstable_by_key(k - 1, |token| token.rank).1.rank;
     tokens.truncate(k);
     worst
@@ -298,7 +298,7 @@ const PARTS: usize = 256;
 /// Returns the last of the shortest run of best tokens that weighs at least `target`. Each round sums the
 /// weights by parts of the range of ranks, and keeps the part in which the run ends.
 #[inline(always)]
-fn last_of_run(tokens: &mut Vec<Candidate>, target: u64) -> Rank {
+fn last_of_run(tokens: &mut Vec<TokenCandidate>, target: u64) -> Rank {
     let mut missing = target;
     while tokens.len() > 32 {
         let (mut low, mut high) = (Rank::MAX, 0);
@@ -328,18 +328,18 @@ fn last_of_run(tokens: &mut Vec<Candidate>, target: u64) -> Rank {
 }
 
 struct RowTask<'a> {
-    sample: Sample,
+    sample: SampleKernel,
     row: usize,
-    kept: &'a mut Kept,
+    kept: &'a mut SampleScratch,
 }
 
-impl Task for RowTask<'_> {
+impl SimdTask for RowTask<'_> {
     type Out = Result<()>;
     #[inline(always)]
     unsafe fn run<S: Simd>(self) -> Result<()> {
         let RowTask { sample, row: r, kept } = self;
-        let Sample { cols, tops, .. } = sample;
-        let row = Row { start: sample.logits.at(DType::F32, r * cols).cast(), cols };
+        let SampleKernel { cols, tops, .. } = sample;
+        let row = SampledLogits { start: sample.logits.at(DType::F32, r * cols).cast(), cols };
         let parameters = sample.parameters.at(DType::U32, r * PARAMETER_WORDS as usize);
         // SAFETY: there are parameters for each row.
         let parameters = unsafe { parameters.cast::<Parameters>().read_unaligned() };
@@ -349,7 +349,7 @@ impl Task for RowTask<'_> {
         let mut sum = 0;
         let mut listed = Vec::new();
         if parameters.logprobs & 1 == 1 {
-            sum = Weights { best, scale: LOG2_E, least: 0.0 }.sum(row, &mut kept.sums);
+            sum = TokenWeights { best, scale: LOG2_E, least: 0.0 }.sum(row, &mut kept.sums);
             if tops > 0 {
                 collect_best(row, tops, &mut kept.tokens);
                 listed.extend(kept.tokens.iter().map(|token| token.rank));
@@ -405,7 +405,12 @@ fn below(logit: f32, best: f32) -> u32 {
 /// # Safety
 /// The operands are as `OpSig::operands` says, and no one else uses the row and the entries.
 #[inline(always)]
-unsafe fn penalise(sample: &Sample, entries: std::ops::Range<usize>, row: Row, parameters: &Parameters) {
+unsafe fn penalise(
+    sample: &SampleKernel,
+    entries: std::ops::Range<usize>,
+    row: SampledLogits,
+    parameters: &Parameters,
+) {
     let Some([_, history]) = sample.history else { return };
     for entry in entries {
         let word = history.at(DType::U32, 2 * entry).cast::<[u32; 2]>();
@@ -426,7 +431,7 @@ unsafe fn penalise(sample: &Sample, entries: std::ops::Range<usize>, row: Row, p
 ///
 /// # Safety
 /// As for [`penalise`].
-unsafe fn before_penalties(sample: &Sample, entries: std::ops::Range<usize>, id: usize) -> Option<f32> {
+unsafe fn before_penalties(sample: &SampleKernel, entries: std::ops::Range<usize>, id: usize) -> Option<f32> {
     let [_, history] = sample.history?;
     // SAFETY: the caller's promise.
     let mut words = entries.map(|entry| unsafe { [history.u32(2 * entry), history.u32(2 * entry + 1)] });
@@ -435,18 +440,18 @@ unsafe fn before_penalties(sample: &Sample, entries: std::ops::Range<usize>, id:
 
 /// Draws from a row whose best logit is `best`.
 #[inline(always)]
-fn draw(row: Row, parameters: &Parameters, best: f32, kept: &mut Kept) -> usize {
+fn draw(row: SampledLogits, parameters: &Parameters, best: f32, kept: &mut SampleScratch) -> usize {
     let Parameters { scale, top_k, top_p, uniform, .. } = *parameters;
     if scale == 0.0 {
         return row.find(|x| x == best).unwrap_or(0);
     }
     let least = weight_of(parameters.min_p).min(ONE);
-    let weights = Weights { best, scale, least: 0.0 };
+    let weights = TokenWeights { best, scale, least: 0.0 };
     let top_k = if top_k == 0 { row.cols } else { (top_k as usize).min(row.cols) };
     if top_k == row.cols && top_p == WHOLE {
-        return draw_from_all(row, Weights { least: least as f64, ..weights }, uniform, &mut kept.sums);
+        return draw_from_all(row, TokenWeights { least: least as f64, ..weights }, uniform, &mut kept.sums);
     }
-    let Kept { tokens, split, sums } = kept;
+    let SampleScratch { tokens, split, sums } = kept;
     let mut last = Rank::MAX;
     if top_k < row.cols {
         collect_best(row, top_k, tokens);
@@ -461,7 +466,7 @@ fn draw(row: Row, parameters: &Parameters, best: f32, kept: &mut Kept) -> usize 
         split.clone_from(tokens);
         last = last_of_run(split, target);
     }
-    let stays = |token: &&Candidate| token.rank <= last && token.weight >= least;
+    let stays = |token: &&TokenCandidate| token.rank <= last && token.weight >= least;
     let target = part(tokens.iter().filter(stays).map(|token| token.weight).sum(), uniform);
     let mut sum = 0;
     let passes = tokens.iter().filter(stays).find(|token| {
@@ -473,7 +478,7 @@ fn draw(row: Row, parameters: &Parameters, best: f32, kept: &mut Kept) -> usize 
 
 /// Draws from all tokens that weigh something.
 #[inline(always)]
-fn draw_from_all(row: Row, weights: Weights, uniform: u32, sums: &mut Vec<u64>) -> usize {
+fn draw_from_all(row: SampledLogits, weights: TokenWeights, uniform: u32, sums: &mut Vec<u64>) -> usize {
     let target = part(weights.sum(row, sums), uniform);
     let mut sum = 0;
     for (block, &more) in sums.iter().enumerate() {
@@ -495,10 +500,10 @@ fn draw_from_all(row: Row, weights: Weights, uniform: u32, sums: &mut Vec<u64>) 
 /// Collects best tokens, by id, that include those of `top_p`, and returns what these must weigh at least.
 #[inline(always)]
 fn collect_run(
-    row: Row,
-    weights: Weights,
+    row: SampledLogits,
+    weights: TokenWeights,
     top_p: u32,
-    tokens: &mut Vec<Candidate>,
+    tokens: &mut Vec<TokenCandidate>,
     sums: &mut Vec<u64>,
 ) -> u64 {
     let total = weights.sum(row, sums);

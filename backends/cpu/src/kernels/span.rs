@@ -6,7 +6,7 @@ use mixfleet_hal::cast::to_usize;
 /// The bytes of one operand. Its creator guarantees that they are valid, locked during the run, and written
 /// by at most one worker per byte between two barriers. Alignment is not guaranteed.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Span {
+pub(crate) struct OperandSpan {
     /// Address of the first byte.
     pub(crate) start: *mut u8,
     /// Length in bytes.
@@ -14,13 +14,13 @@ pub(crate) struct Span {
 }
 
 // SAFETY: a span is an address; dereferencing it is unsafe and argued where it happens.
-unsafe impl Send for Span {}
+unsafe impl Send for OperandSpan {}
 // SAFETY: as above.
-unsafe impl Sync for Span {}
+unsafe impl Sync for OperandSpan {}
 
-impl Span {
+impl OperandSpan {
     /// An empty span.
-    pub(crate) const EMPTY: Span = Span { start: std::ptr::null_mut(), bytes: 0 };
+    pub(crate) const EMPTY: OperandSpan = OperandSpan { start: std::ptr::null_mut(), bytes: 0 };
 
     /// Returns the address of element `index` of `dtype`.
     #[inline(always)]
@@ -41,7 +41,7 @@ impl Span {
     }
 
     /// Whether the spans share a byte.
-    pub(crate) fn overlaps(self, other: Span) -> bool {
+    pub(crate) fn overlaps(self, other: OperandSpan) -> bool {
         let (a, b) = (self.start as usize, other.start as usize);
         a < b + other.bytes && b < a + self.bytes
     }
@@ -49,21 +49,21 @@ impl Span {
 
 /// Scratch memory of a worker or a device, aligned to 64 bytes. It only grows.
 #[derive(Debug, Default)]
-pub(crate) struct Scratch {
-    lines: Vec<CacheLine>,
+pub(crate) struct AlignedScratch {
+    lines: Vec<ScratchLine>,
 }
 
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
-struct CacheLine(#[allow(dead_code, reason = "read through pointers")] [u8; 64]);
+struct ScratchLine(#[allow(dead_code, reason = "read through pointers")] [u8; 64]);
 
-impl Scratch {
+impl AlignedScratch {
     /// Returns at least `words` words of 32 bits with arbitrary content. The pointer is valid until the next
     /// call.
     pub(crate) fn words(&mut self, words: usize) -> *mut f32 {
         let lines = words.div_ceil(16);
         if self.lines.len() < lines {
-            self.lines.resize(lines, CacheLine([0; 64]));
+            self.lines.resize(lines, ScratchLine([0; 64]));
         }
         self.lines.as_mut_ptr().cast()
     }

@@ -9,7 +9,7 @@
 
 use super::{Tag, rows};
 use crate::digest::{mix, of_bytes};
-use crate::memory::{Edit, Store};
+use crate::memory::{BufferContents, WriteEffect};
 use crate::slots::{Division, SlotPools, Slots};
 use mixfleet_hal::cast::{low_u32, to_u32, to_usize};
 use mixfleet_hal::{Cmd, DType, Error, KvShape, OpSig, Result, Slice};
@@ -41,7 +41,7 @@ fn short(what: &str) -> Error {
 
 /// Runs `body` on keys and values, whose hashes it may complete.
 fn with_pools<T>(
-    store: &mut Store,
+    store: &mut BufferContents,
     pools: &[Slice],
     kv: KvShape,
     body: impl FnOnce(&mut SlotPools<'_>, u64) -> Result<T>,
@@ -80,7 +80,7 @@ fn covering(row: &[u32], end: u64, page_tokens: u32, pages: u64) -> Result<&[u32
     }
 }
 
-pub(super) fn prefill(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn prefill(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let OpSig::AttnPrefill { tokens, heads, pages_max, window, sinks, x, kv, .. } = *cmd.sig() else {
         unreachable!("dispatched by kind")
     };
@@ -122,19 +122,25 @@ pub(super) fn prefill(store: &mut Store, cmd: &Cmd) -> Result<()> {
 }
 
 /// The digest of sinks, which is that of the first head's, as a token's is.
-fn sink(store: &Store, sinks: &Slice) -> Result<u64> {
+fn sink(store: &BufferContents, sinks: &Slice) -> Result<u64> {
     let bytes = store.bytes(sinks)?;
     Ok(of_bytes(Tag::Attention as u64, bytes.get(..4).unwrap_or(bytes)))
 }
 
 /// Writes each token's digest to all of its heads.
-fn put_heads(store: &mut Store, out: &Slice, dtype: DType, digests: &[u64], heads: u32) -> Result<()> {
+fn put_heads(
+    store: &mut BufferContents,
+    out: &Slice,
+    dtype: DType,
+    digests: &[u64],
+    heads: u32,
+) -> Result<()> {
     let repeated: Vec<u64> =
         digests.iter().flat_map(|&digest| std::iter::repeat_n(digest, heads as usize)).collect();
     rows::put(store, out, dtype, &repeated)
 }
 
-pub(super) fn decode(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn decode(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let OpSig::AttnDecode { sequences, heads, pages_max, x, kv, .. } = *cmd.sig() else {
         unreachable!("dispatched by kind")
     };
@@ -155,13 +161,13 @@ pub(super) fn decode(store: &mut Store, cmd: &Cmd) -> Result<()> {
         ranges.chunks_exact(2).enumerate().map(sum).collect::<Result<Vec<Option<u64>>>>()
     })?;
     let row_bytes = head_dim as usize * 4;
-    let acc = store.edit(&rest[0], Edit::Rows(row_bytes as u64, DType::F32))?;
+    let acc = store.edit(&rest[0], WriteEffect::Rows(row_bytes as u64, DType::F32))?;
     for (at, row) in acc.chunks_exact_mut(row_bytes.max(1)).enumerate() {
         let sequence = at / heads as usize;
         let part = sums[sequence].map(|sum| (queries[sequence], sum)).unwrap_or_default();
         put_part(row, head_dim, part);
     }
-    let stat = store.edit(&rest[1], Edit::Any)?;
+    let stat = store.edit(&rest[1], WriteEffect::Any)?;
     for (at, row) in stat.as_chunks_mut::<8>().0.iter_mut().enumerate() {
         let sequence = at / heads as usize;
         let keys = sums[sequence].map(|_| (ranges[2 * sequence + 1] - ranges[2 * sequence]) as f32);
@@ -199,7 +205,7 @@ fn part(row: &[u8], head_dim: u32) -> (u64, u64) {
     (word(pieces(head_dim) as usize), word(0))
 }
 
-pub(super) fn merge(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn merge(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let OpSig::AttnMerge { parts, rows, head_dim, sinks, out } = *cmd.sig() else {
         unreachable!("dispatched by kind")
     };
@@ -232,7 +238,7 @@ pub(super) fn merge(store: &mut Store, cmd: &Cmd) -> Result<()> {
 }
 
 /// A row whose parts are all empty gives 0.
-fn put_merged(store: &mut Store, out: &Slice, dtype: DType, results: &[Option<u64>]) -> Result<()> {
+fn put_merged(store: &mut BufferContents, out: &Slice, dtype: DType, results: &[Option<u64>]) -> Result<()> {
     let digests: Vec<u64> = results.iter().map(|result| result.unwrap_or_default()).collect();
     rows::put(store, out, dtype, &digests)
 }

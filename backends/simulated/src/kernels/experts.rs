@@ -4,22 +4,22 @@
 use super::Tag;
 use super::rows::{digests, head, put};
 use crate::digest::{mix, of_bytes, of_values};
-use crate::memory::{Edit, Store};
+use crate::memory::{BufferContents, WriteEffect};
 use mixfleet_hal::cast::{low_u32, to_u32, to_usize};
 use mixfleet_hal::{Cmd, DType, Error, OpSig, Result};
 
 /// Writes words.
-fn put_words(store: &mut Store, cmd: &Cmd, at: usize, words: &[u32]) -> Result<()> {
-    let to = store.edit(&cmd.args()[at], Edit::Any)?;
+fn put_words(store: &mut BufferContents, cmd: &Cmd, at: usize, words: &[u32]) -> Result<()> {
+    let to = store.edit(&cmd.args()[at], WriteEffect::Any)?;
     to.as_chunks_mut::<4>().0.iter_mut().zip(words).for_each(|(to, word)| *to = word.to_le_bytes());
     Ok(())
 }
 
 /// A row's pairs have no order here.
-pub(super) fn swiglu(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn swiglu(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let OpSig::ClampedSwiglu { elements, x, .. } = *cmd.sig() else { unreachable!("dispatched by kind") };
     let (bytes, element) = (store.bytes(&cmd.args()[0])?.to_vec(), to_usize(x.size_bytes()));
-    let out = store.edit(&cmd.args()[1], Edit::Any)?;
+    let out = store.edit(&cmd.args()[1], WriteEffect::Any)?;
     for at in 0..to_usize(elements) {
         let pair = &bytes[2 * at * element..][..2 * element];
         let is_zero = pair.iter().all(|&byte| byte == 0);
@@ -30,7 +30,7 @@ pub(super) fn swiglu(store: &mut Store, cmd: &Cmd) -> Result<()> {
 }
 
 /// The experts of a token are those after one that its digest says.
-pub(super) fn route(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn route(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let OpSig::Route { tokens, bias, routing } = *cmd.sig() else { unreachable!("dispatched by kind") };
     let (experts, active) = (routing.experts, routing.active);
     let of = digests(store, &cmd.args()[0], tokens, DType::F32)?;
@@ -49,7 +49,7 @@ pub(super) fn route(store: &mut Store, cmd: &Cmd) -> Result<()> {
     put_words(store, cmd, at + 3, &starts)
 }
 
-pub(super) fn grouped_gemm(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn grouped_gemm(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } = *cmd.sig() else {
         unreachable!("dispatched by kind")
     };
@@ -79,7 +79,7 @@ pub(super) fn grouped_gemm(store: &mut Store, cmd: &Cmd) -> Result<()> {
     put(store, &args[at + 2], out, &results)
 }
 
-pub(super) fn combine(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn combine(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let OpSig::Combine { tokens, active, x, accumulate, .. } = *cmd.sig() else {
         unreachable!("dispatched by kind")
     };

@@ -5,7 +5,7 @@
 
 use super::{Tag, rows};
 use crate::digest::{self, decoded, mix};
-use crate::memory::{Edit, Store};
+use crate::memory::{BufferContents, WriteEffect};
 use half::{bf16, f16};
 use mixfleet_hal::cast::{to_f32, to_u8, to_usize};
 use mixfleet_hal::{Cmd, DType, Error, OpSig, Result, Slice, scaled};
@@ -37,7 +37,7 @@ fn filled<const N: usize>(dtype: DType, elements: usize, digests: &[u64], out: &
     }
 }
 
-pub(super) fn write(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn write(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let OpSig::KvWrite { tokens, x, kv: shape } = *cmd.sig() else { unreachable!("dispatched by kind") };
     let args = cmd.args();
     let (rows, rest) = args.split_at(shape.pools() as usize);
@@ -57,7 +57,7 @@ pub(super) fn write(store: &mut Store, cmd: &Cmd) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn gather(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn gather(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let OpSig::KvGather { tokens, wire, kv: shape } = *cmd.sig() else { unreachable!("dispatched by kind") };
     let args = cmd.args();
     let slots = store.words(&args[0])?;
@@ -73,12 +73,12 @@ pub(super) fn gather(store: &mut Store, cmd: &Cmd) -> Result<()> {
             rows.extend_from_slice(row.ok_or_else(outside)?);
         }
     }
-    let out = store.edit(&rest[0], Edit::Any)?;
+    let out = store.edit(&rest[0], WriteEffect::Any)?;
     out.copy_from_slice(&converted(kv, wire, shape.head_dim, rows));
     Ok(())
 }
 
-pub(super) fn scatter(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn scatter(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let OpSig::KvScatter { wire, kv: shape, .. } = *cmd.sig() else { unreachable!("dispatched by kind") };
     let args: &[Slice] = cmd.args();
     let slots = store.words(&args[1])?;

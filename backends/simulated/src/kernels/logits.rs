@@ -8,7 +8,7 @@
 
 use super::rows;
 use crate::digest;
-use crate::memory::{Edit, Live, Store};
+use crate::memory::{BufferContents, Live, WriteEffect};
 use mixfleet_hal::cast::{low_u32, to_u32, to_usize};
 use mixfleet_hal::sample::{NO_TOKEN, ONE, PARAMETER_WORDS};
 use mixfleet_hal::{Cmd, DType, OpSig, Result, Slice};
@@ -26,7 +26,7 @@ fn winner(digest: u64, cols: u64) -> u64 {
 }
 
 /// Writes each row's digest and peak to `slice`.
-pub(super) fn put(store: &mut Store, slice: &Slice, digests: &[u64]) -> Result<()> {
+pub(super) fn put(store: &mut BufferContents, slice: &Slice, digests: &[u64]) -> Result<()> {
     let row_bytes = slice.bytes / digests.len().max(1) as u64;
     if row_bytes == 0 {
         return Ok(());
@@ -50,7 +50,7 @@ pub(super) fn put(store: &mut Store, slice: &Slice, digests: &[u64]) -> Result<(
 }
 
 /// Draws each row's winner, however it is to be drawn: its probability is 1, and no other tokens are listed.
-pub(super) fn sample(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn sample(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let OpSig::Sample { cols, history, tops, .. } = *cmd.sig() else { return Ok(()) };
     let (args, out) = (cmd.args(), if history > 0 { 4 } else { 2 });
     let ids = winners(store, &args[0], cols)?;
@@ -63,16 +63,22 @@ pub(super) fn sample(store: &mut Store, cmd: &Cmd) -> Result<()> {
         .flat_map(|(id, row)| [id, 0, 0, high * (row[row.len() - 1] & 1)])
         .flat_map(u32::to_le_bytes)
         .collect();
-    store.edit(&args[out], Edit::Any)?.copy_from_slice(&drawn);
+    store.edit(&args[out], WriteEffect::Any)?.copy_from_slice(&drawn);
     if tops > 0 {
         let nothing = [NO_TOKEN, f32::NEG_INFINITY.to_bits()].map(u32::to_le_bytes);
-        store.edit(&args[out + 1], Edit::Any)?.as_chunks_mut::<4>().0.as_chunks_mut::<2>().0.fill(nothing);
+        store
+            .edit(&args[out + 1], WriteEffect::Any)?
+            .as_chunks_mut::<4>()
+            .0
+            .as_chunks_mut::<2>()
+            .0
+            .fill(nothing);
     }
     Ok(())
 }
 
 /// Returns the lowest index of the largest element of each row. A row whose single peak is known is not read.
-fn winners(store: &mut Store, logits: &Slice, cols: u32) -> Result<Vec<u32>> {
+fn winners(store: &mut BufferContents, logits: &Slice, cols: u32) -> Result<Vec<u32>> {
     let (content, range) = store.content(logits)?;
     let row_bytes = cols as usize * ELEMENT_BYTES;
     let known = matches!(content.live, Live::Rows(rows) if rows.dtype == DType::F32);

@@ -7,7 +7,7 @@ mod kv;
 mod logits;
 mod rows;
 
-use crate::memory::{Edit, Store};
+use crate::memory::{BufferContents, WriteEffect};
 use mixfleet_hal::{Cmd, OpSig, Result};
 
 /// Identifies the operation in a mix, so that no two operations mix alike.
@@ -33,7 +33,7 @@ enum Tag {
 ///
 /// # Errors
 /// `Invalid` for another device's buffers and for out-of-range indices.
-pub(crate) fn run(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(crate) fn run(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let args = cmd.args();
     match *cmd.sig() {
         OpSig::Embed { .. } => rows::embed(store, cmd),
@@ -57,11 +57,11 @@ pub(crate) fn run(store: &mut Store, cmd: &Cmd) -> Result<()> {
         OpSig::AttnMerge { .. } => attention::merge(store, cmd),
         OpSig::Copy { .. } => {
             let bytes = store.bytes(&args[0])?.to_vec();
-            store.edit(&args[1], Edit::Any)?.copy_from_slice(&bytes);
+            store.edit(&args[1], WriteEffect::Any)?.copy_from_slice(&bytes);
             Ok(())
         }
         OpSig::Fill { word, .. } => {
-            let out = store.edit(&args[0], Edit::Any)?;
+            let out = store.edit(&args[0], WriteEffect::Any)?;
             out.as_chunks_mut::<4>().0.fill(word.to_le_bytes());
             Ok(())
         }

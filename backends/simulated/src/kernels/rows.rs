@@ -3,7 +3,7 @@
 
 use super::{Tag, logits};
 use crate::digest::{self, mix, of_bytes};
-use crate::memory::{Content, Edit, Live, Store};
+use crate::memory::{BufferContents, Content, Live, WriteEffect};
 use mixfleet_hal::cast::{to_u8, to_usize};
 use mixfleet_hal::{Cmd, DType, Error, OpSig, Result, Slice};
 use std::ops::Range;
@@ -16,16 +16,16 @@ pub(super) fn head(bytes: &[u8]) -> &[u8] {
 }
 
 /// Returns the digest of each of `rows` rows of `slice`.
-pub(super) fn digests(store: &Store, slice: &Slice, rows: u32, dtype: DType) -> Result<Vec<u64>> {
+pub(super) fn digests(store: &BufferContents, slice: &Slice, rows: u32, dtype: DType) -> Result<Vec<u64>> {
     let bytes = store.bytes(slice)?;
     let row_bytes = bytes.len() / rows.max(1) as usize;
     Ok((0..rows as usize).map(|row| digest::read(dtype, &bytes[row * row_bytes..][..row_bytes])).collect())
 }
 
 /// Writes each row's digest to `slice`.
-pub(super) fn put(store: &mut Store, slice: &Slice, dtype: DType, digests: &[u64]) -> Result<()> {
+pub(super) fn put(store: &mut BufferContents, slice: &Slice, dtype: DType, digests: &[u64]) -> Result<()> {
     let row_bytes = to_usize(slice.bytes) / digests.len().max(1);
-    let bytes = store.edit(slice, Edit::Rows(row_bytes as u64, dtype))?;
+    let bytes = store.edit(slice, WriteEffect::Rows(row_bytes as u64, dtype))?;
     for (row, &digest) in digests.iter().enumerate() {
         digest::write(dtype, &mut bytes[row * row_bytes..][..row_bytes], digest);
     }
@@ -33,7 +33,7 @@ pub(super) fn put(store: &mut Store, slice: &Slice, dtype: DType, digests: &[u64
 }
 
 /// Mixes rows of weights with their ids; selected rows of activations stay unchanged.
-pub(super) fn embed(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn embed(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let OpSig::Embed { vocab, hidden, table, out, .. } = *cmd.sig() else {
         unreachable!("dispatched by kind")
     };
@@ -53,7 +53,7 @@ pub(super) fn embed(store: &mut Store, cmd: &Cmd) -> Result<()> {
     let picked: Vec<Vec<f64>> =
         ids.iter().map(|&id| table.decode(&row(id)[..digest::lane_bytes(table, row_bytes)])).collect();
     let out_bytes = hidden as usize * to_usize(out.size_bytes());
-    let target = store.edit(&args[2], Edit::Rows(out_bytes as u64, out))?;
+    let target = store.edit(&args[2], WriteEffect::Rows(out_bytes as u64, out))?;
     for (at, values) in picked.iter().enumerate() {
         let mut lanes = Vec::with_capacity(64);
         values.iter().for_each(|&value| out.encode(value, &mut lanes));
@@ -63,7 +63,7 @@ pub(super) fn embed(store: &mut Store, cmd: &Cmd) -> Result<()> {
 }
 
 /// As [`embed`] from weights: of a row its first codes count.
-pub(super) fn quantised_embed(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn quantised_embed(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let OpSig::QuantisedEmbed { vocab, out, .. } = *cmd.sig() else { unreachable!("dispatched by kind") };
     let args = cmd.args();
     let ids = store.words(&args[0])?;
@@ -78,7 +78,7 @@ pub(super) fn quantised_embed(store: &mut Store, cmd: &Cmd) -> Result<()> {
     put(store, &args[args.len() - 1], out, &digests)
 }
 
-pub(super) fn rms_norm(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn rms_norm(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let OpSig::RmsNorm { rows, cols, x, out, .. } = *cmd.sig() else { unreachable!("dispatched by kind") };
     let args = cmd.args();
     let seed = mix(of_bytes(Tag::RmsNorm as u64, head(store.bytes(&args[1])?)), u64::from(cols));
@@ -86,7 +86,7 @@ pub(super) fn rms_norm(store: &mut Store, cmd: &Cmd) -> Result<()> {
     put(store, &args[2], out, &digests)
 }
 
-pub(super) fn gemm(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn gemm(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let (OpSig::Gemm { m, n, k, x, out, bias, accumulate, .. }
     | OpSig::QuantisedGemm { m, n, k, x, out, bias, accumulate, .. }) = *cmd.sig()
     else {
@@ -116,7 +116,7 @@ pub(super) fn gemm(store: &mut Store, cmd: &Cmd) -> Result<()> {
 }
 
 /// The digest of a token is that of its first head.
-pub(super) fn rope(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn rope(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let OpSig::Rope { tokens, x, .. } = *cmd.sig() else { unreachable!("dispatched by kind") };
     let args = cmd.args();
     let mut digests = digests(store, &args[0], tokens, x)?;
@@ -129,7 +129,7 @@ pub(super) fn rope(store: &mut Store, cmd: &Cmd) -> Result<()> {
 }
 
 /// What becomes the first columns of a row says its digest, other columns change it.
-pub(super) fn copy_columns(store: &mut Store, cmd: &Cmd) -> Result<()> {
+pub(super) fn copy_columns(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let OpSig::CopyColumns { rows, cols, from, to, x } = *cmd.sig() else {
         unreachable!("dispatched by kind")
     };
@@ -147,19 +147,19 @@ pub(super) fn copy_columns(store: &mut Store, cmd: &Cmd) -> Result<()> {
 
 /// Works element by element, since the signature does not give the length of rows; two zeros give zero. If
 /// both inputs hold only the lanes of equal rows, only those are processed.
-pub(super) fn elementwise(store: &mut Store, tag: Tag, args: &[Slice], dtype: DType) -> Result<()> {
+pub(super) fn elementwise(store: &mut BufferContents, tag: Tag, args: &[Slice], dtype: DType) -> Result<()> {
     let stride = match (lanes_alone(store, &args[0], dtype)?, lanes_alone(store, &args[1], dtype)?) {
         (a, b) if a == b => a,
         _ => None,
     };
     let bytes = to_usize(args[0].bytes);
     let (stride, edit) = match stride {
-        Some(stride) => (to_usize(stride), Edit::Rows(stride, dtype)),
-        None => (bytes, Edit::Any),
+        Some(stride) => (to_usize(stride), WriteEffect::Rows(stride, dtype)),
+        None => (bytes, WriteEffect::Any),
     };
     let live = match edit {
-        Edit::Rows(..) => digest::lane_bytes(dtype, stride),
-        Edit::Any => bytes,
+        WriteEffect::Rows(..) => digest::lane_bytes(dtype, stride),
+        WriteEffect::Any => bytes,
     };
     let spans: Vec<Range<usize>> =
         (0..bytes).step_by(stride.max(1)).map(|start| start..(start + live).min(bytes)).collect();
@@ -189,7 +189,7 @@ fn combined(tag: Tag, a: u32, b: u32, bits: u32) -> u8 {
 }
 
 /// Returns the bytes of a row, if `slice` starts with one and holds only lanes of such rows.
-fn lanes_alone(store: &Store, slice: &Slice, dtype: DType) -> Result<Option<u64>> {
+fn lanes_alone(store: &BufferContents, slice: &Slice, dtype: DType) -> Result<Option<u64>> {
     let (content, range): (&Content, _) = store.content(slice)?;
     let Live::Rows(rows) = content.live else { return Ok(None) };
     let start = range.start as u64;

@@ -1,8 +1,8 @@
 //! Plans attention: the shape of a workgroup's work, and the recombination of parts.
 
-use super::kv::{Part, both};
-use super::{Merged, Operand, Planner};
-use crate::kernels::{File, Kernel};
+use super::kv::{KvPageRange, both};
+use super::{Merged, Planner, TensorView};
+use crate::kernels::{Kernel, ShaderFile};
 use mixfleet_hal::cast::{to_f32, to_u32};
 use mixfleet_hal::{DType, KvShape, OpSig, Result};
 
@@ -26,7 +26,7 @@ fn power_below(n: u32) -> u32 {
 }
 
 /// The head configuration common to both kinds of attention.
-struct Heads {
+struct WgpuHeads {
     heads: u32,
     kv_heads: u32,
     head_dim: u32,
@@ -44,7 +44,7 @@ struct Heads {
 /// A bound run of queries.
 struct Queries<'a> {
     /// q, query_start or range, context (decode: range again), pages.
-    inputs: [&'a Operand; 4],
+    inputs: [&'a TensorView; 4],
     sequences: u32,
     /// Index of the first query, and one past the last.
     range: (u32, u32),
@@ -54,10 +54,10 @@ struct Queries<'a> {
     part_keys: u32,
 }
 
-impl Heads {
+impl WgpuHeads {
     fn new(heads: u32, kv: KvShape, pages_max: u32, window: u32) -> Self {
         let KvShape { kv_heads, head_dim, page_tokens, .. } = kv;
-        Heads {
+        WgpuHeads {
             heads,
             kv_heads,
             head_dim,
@@ -95,10 +95,10 @@ impl Heads {
         (side >= TILE_ROWS_MIN).then_some((side, side))
     }
 
-    fn kernel(&self, prefill: bool, (rows, keys): (u32, u32), x: DType, pool: &Operand) -> Kernel {
+    fn kernel(&self, prefill: bool, (rows, keys): (u32, u32), x: DType, pool: &TensorView) -> Kernel {
         let is_aligned = self.head_dim.is_multiple_of(8) && pool.window.offset.is_multiple_of(16);
         let wide = is_aligned && !pool.dtype.is_scaled();
-        Kernel::new(File::Attention, "attention", GROUP)
+        Kernel::new(ShaderFile::Attention, "attention", GROUP)
             .flag("PREFILL", prefill)
             .flag("TILED", prefill && self.tile().is_some())
             .flag("WIDE", wide)
@@ -113,7 +113,7 @@ impl Heads {
     }
 
     /// Returns `Shape` of attention.wgsl.
-    fn shape(&self, queries: &Queries<'_>, part: &Part, number: u32) -> [u32; 16] {
+    fn shape(&self, queries: &Queries<'_>, part: &KvPageRange, number: u32) -> [u32; 16] {
         [
             queries.sequences,
             self.heads,
@@ -136,14 +136,14 @@ impl Heads {
 }
 
 impl Planner {
-    pub(super) fn attention(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
+    pub(super) fn attention(&mut self, sig: &OpSig, operands: &[TensorView]) -> Result<()> {
         match (*sig, operands) {
             (
                 OpSig::AttnPrefill { heads, pages_max, window, kv, .. },
                 [q, query_start, context, pages, rest @ .., out],
             ) => {
                 let (pools, sinks) = rest.split_at_checked(kv.pools() as usize).unwrap_or((rest, &[]));
-                let heads = Heads::new(heads, kv, pages_max, window.unwrap_or(u32::MAX));
+                let heads = WgpuHeads::new(heads, kv, pages_max, window.unwrap_or(u32::MAX));
                 self.prefill(
                     sig,
                     &heads,
@@ -153,7 +153,7 @@ impl Planner {
                 )
             }
             (OpSig::AttnDecode { heads, pages_max, kv, .. }, [q, range, pages, pools @ .., acc, stat]) => {
-                let heads = Heads::new(heads, kv, pages_max, u32::MAX);
+                let heads = WgpuHeads::new(heads, kv, pages_max, u32::MAX);
                 self.decode(sig, &heads, [q, range, pages], both(sig, pools)?, [acc, stat])
             }
             _ => Ok(()),
@@ -163,10 +163,10 @@ impl Planner {
     fn prefill(
         &mut self,
         sig: &OpSig,
-        heads: &Heads,
-        [q, query_start, context, pages]: [&Operand; 4],
-        pools: [&Operand; 2],
-        (sinks, out): (Option<&Operand>, &Operand),
+        heads: &WgpuHeads,
+        [q, query_start, context, pages]: [&TensorView; 4],
+        pools: [&TensorView; 2],
+        (sinks, out): (Option<&TensorView>, &TensorView),
     ) -> Result<()> {
         let OpSig::AttnPrefill { tokens, sequences, .. } = *sig else { return Ok(()) };
         let (parts, _) = self.parts(sig, pools, heads.page)?;
@@ -212,10 +212,10 @@ impl Planner {
     fn decode(
         &mut self,
         sig: &OpSig,
-        heads: &Heads,
-        [q, range, pages]: [&Operand; 3],
-        pools: [&Operand; 2],
-        [acc, stat]: [&Operand; 2],
+        heads: &WgpuHeads,
+        [q, range, pages]: [&TensorView; 3],
+        pools: [&TensorView; 2],
+        [acc, stat]: [&TensorView; 2],
     ) -> Result<()> {
         let OpSig::AttnDecode { sequences, .. } = *sig else { return Ok(()) };
         let (parts, _) = self.parts(sig, pools, heads.page)?;
@@ -231,7 +231,7 @@ impl Planner {
         let row_bytes = (heads.row() * 4 * partials).max(u64::from(heads.pages_max) * 4);
         for (first, count) in self.runs(sig, sequences.into(), row_bytes)? {
             self.scratch_used = 0;
-            let of_row = |operand: &Operand, row: u64| operand.part(first * row, count * row);
+            let of_row = |operand: &TensorView, row: u64| operand.part(first * row, count * row);
             let (q, acc) = (of_row(q, heads.row()), of_row(acc, heads.value_row()));
             let (range, stat) = (of_row(range, 2), of_row(stat, 2 * u64::from(heads.heads)));
             let pages = of_row(pages, heads.pages_max.into());
@@ -265,12 +265,12 @@ impl Planner {
     /// Adds one dispatch: these queries over a part of the KV.
     fn attend(
         &mut self,
-        heads: &Heads,
+        heads: &WgpuHeads,
         kernel: &Kernel,
         queries: &Queries<'_>,
-        part: &Part,
+        part: &KvPageRange,
         number: u32,
-        outputs: [&Operand; 2],
+        outputs: [&TensorView; 2],
     ) {
         let [k_pool, v_pool] = &part.pools;
         let [q, starts, context, pages] = queries.inputs;

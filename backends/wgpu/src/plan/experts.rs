@@ -1,8 +1,8 @@
 //! Mixtures of experts. The matrices of experts are cut between experts.
 
 use super::quantised::numbers_of;
-use super::{GROUP, Operand, Planner, element_shape, words};
-use crate::kernels::{File, Kernel, TILE, TILE_GROUP};
+use super::{GROUP, Planner, TensorView, element_shape, words};
+use crate::kernels::{Kernel, ShaderFile, TILE, TILE_GROUP};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{CodeKind, DType, Error, OpSig, Quantised, Result, Scoring, ZeroKind};
 
@@ -25,7 +25,7 @@ fn scaled_codes(format: &Quantised, n: u32, k: u32) -> Result<[u32; 2]> {
 }
 
 impl Planner {
-    pub(super) fn route(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
+    pub(super) fn route(&mut self, sig: &OpSig, operands: &[TensorView]) -> Result<()> {
         let OpSig::Route { tokens, bias, routing } = *sig else { return Ok(()) };
         let [logits, .., chosen, weights, order, starts] = operands else {
             return Err(Error::invalid("route: wrong number of operands"));
@@ -33,7 +33,7 @@ impl Planner {
         let largest = operands.iter().map(|operand| operand.window.bytes).max().unwrap_or(0);
         self.runs_of(sig, 1, largest, 1)?;
         let kernel = |entry| {
-            let kernel = Kernel::new(File::Route, entry, GROUP).number("EXPERTS", routing.experts);
+            let kernel = Kernel::new(ShaderFile::Route, entry, GROUP).number("EXPERTS", routing.experts);
             kernel.number("ACTIVE", routing.active).number("GROUPS", routing.groups)
         };
         let by_sigmoid = u32::from(routing.scoring == Scoring::Sigmoid);
@@ -47,7 +47,7 @@ impl Planner {
         Ok(())
     }
 
-    pub(super) fn grouped(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
+    pub(super) fn grouped(&mut self, sig: &OpSig, operands: &[TensorView]) -> Result<()> {
         let OpSig::GroupedGemm { grouped, n, k, weight: kind, bias, .. } = *sig else { return Ok(()) };
         let ([x, weights @ .., order, starts, out], arrays) = (operands, kind.part_count()) else {
             return Err(Error::invalid("grouped_gemm: wrong number of operands"));
@@ -65,7 +65,7 @@ impl Planner {
         let whole = [x.window.bytes, order.window.bytes, starts.window.bytes, results];
         self.runs_of(sig, 1, whole.into_iter().max().unwrap_or(0), 1)?;
         let target = if wide { self.scratch(choices * n64) } else { out.clone() };
-        let aligned = |operand: &Operand| operand.window.offset.is_multiple_of(16);
+        let aligned = |operand: &TensorView| operand.window.offset.is_multiple_of(16);
         let few = grouped.own() <= FEW_ROWS_MAX.saturating_mul(grouped.touched);
         let of_expert = |which: usize| weights[which].elements() / u64::from(grouped.experts.max(1));
         // an expert's matrix and bias begin with a word
@@ -79,7 +79,7 @@ impl Planner {
             let weight = part(0);
             let scales = if format.is_some() { part(1) } else { x.clone() };
             let bias_part = bias.map_or_else(|| x.clone(), |bias| bias.part(first * n64, count * n64));
-            let file = if format.is_some() { File::GroupedCodes } else { File::Grouped };
+            let file = if format.is_some() { ShaderFile::GroupedCodes } else { ShaderFile::Grouped };
             let kernel = if few {
                 Kernel::new(file, "grouped_few", GROUP).summing(COLS)
             } else {
@@ -114,13 +114,13 @@ impl Planner {
         Ok(())
     }
 
-    pub(super) fn combine(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
+    pub(super) fn combine(&mut self, sig: &OpSig, operands: &[TensorView]) -> Result<()> {
         let (OpSig::Combine { tokens, active, cols, accumulate, .. }, [x, weights, out]) = (*sig, operands)
         else {
             return Ok(());
         };
         let kernel =
-            Kernel::new(File::Elements, "combine", GROUP).dtype("D0", x.dtype).dtype("OUT", DType::F32);
+            Kernel::new(ShaderFile::Elements, "combine", GROUP).dtype("D0", x.dtype).dtype("OUT", DType::F32);
         let (active64, cols64) = (u64::from(active), u64::from(cols));
         let row_bytes = (active64 * cols64 * x.dtype.size_bytes()).max(cols64 * 4);
         for (first, count) in self.runs(sig, tokens.into(), row_bytes)? {
@@ -134,11 +134,12 @@ impl Planner {
         Ok(())
     }
 
-    pub(super) fn clamped_swiglu(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
+    pub(super) fn clamped_swiglu(&mut self, sig: &OpSig, operands: &[TensorView]) -> Result<()> {
         let (OpSig::ClampedSwiglu { alpha, limit, x, .. }, [gate_up, out]) = (*sig, operands) else {
             return Ok(());
         };
-        let kernel = Kernel::new(File::Elements, "clamped_swiglu", GROUP).dtype("D0", x).dtype("OUT", x);
+        let kernel =
+            Kernel::new(ShaderFile::Elements, "clamped_swiglu", GROUP).dtype("D0", x).dtype("OUT", x);
         for (first, count) in self.runs(sig, out.elements(), 2 * x.size_bytes())? {
             let (gate_up, out) = (gate_up.part(2 * first, 2 * count), out.part(first, count));
             let shape = element_shape(count, 1, 1, (alpha.0.to_bits(), limit.0.to_bits()), 0);

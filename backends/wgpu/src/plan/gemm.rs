@@ -1,7 +1,7 @@
 //! Matrix products.
 
-use super::{Operand, Planner};
-use crate::kernels::{File, Kernel, TILE, TILE_GROUP};
+use super::{Planner, TensorView};
+use crate::kernels::{Kernel, ShaderFile, TILE, TILE_GROUP};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, OpSig, Result};
 
@@ -11,7 +11,7 @@ const FEW_ROWS_MAX: u64 = 16;
 const COLS: u32 = 4;
 const FEW_GROUP: u32 = 64;
 impl Planner {
-    pub(super) fn gemm(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
+    pub(super) fn gemm(&mut self, sig: &OpSig, operands: &[TensorView]) -> Result<()> {
         let OpSig::Gemm { m, n, k, accumulate, .. } = *sig else { return Ok(()) };
         let (x, weight, bias, out) = match operands {
             [x, weight, bias, out] => (x, weight, Some(bias), out),
@@ -44,7 +44,7 @@ impl Planner {
     /// others, to the columns of `out` [rows, n] from `col` on. `bias` is that of all columns.
     pub(super) fn columns(
         &mut self,
-        (x, weight, bias, out): (&Operand, &Operand, Option<&Operand>, &Operand),
+        (x, weight, bias, out): (&TensorView, &TensorView, Option<&TensorView>, &TensorView),
         (rows, col, cols): (u64, u64, u64),
         (n, k): (u32, u32),
         accumulate: bool,
@@ -60,22 +60,22 @@ impl Planner {
     /// Returns the kernel for `rows` rows and `cols` columns, and its workgroups.
     fn product(
         &self,
-        x: &Operand,
-        weight: &Operand,
-        out: &Operand,
+        x: &TensorView,
+        weight: &TensorView,
+        out: &TensorView,
         (rows, cols, k): (u64, u64, u32),
     ) -> (Kernel, u64) {
         // rows of eight elements begin at multiples of 16 bytes if the operand does
-        let aligned = |operand: &Operand| operand.window.offset.is_multiple_of(16);
+        let aligned = |operand: &TensorView| operand.window.offset.is_multiple_of(16);
         let wide = k.is_multiple_of(8) && aligned(x) && aligned(weight);
         let (kernel, groups) = if rows <= FEW_ROWS_MAX {
             // as few kernels as leave no more than half of the rows, or four, empty
             let per_group = if rows == 1 { 1 } else { to_u32(rows).next_power_of_two().max(4) };
-            let kernel = Kernel::new(File::Gemm, "few_rows", FEW_GROUP);
+            let kernel = Kernel::new(ShaderFile::Gemm, "few_rows", FEW_GROUP);
             let kernel = kernel.summing(per_group * COLS).number("ROWS", per_group);
             (kernel, cols.div_ceil(COLS.into()))
         } else {
-            let kernel = self.in_tiles(Kernel::new(File::Gemm, "many_rows", TILE_GROUP), x, weight);
+            let kernel = self.in_tiles(Kernel::new(ShaderFile::Gemm, "many_rows", TILE_GROUP), x, weight);
             (kernel, cols.div_ceil(TILE.into()) * rows.div_ceil(TILE.into()))
         };
         let kernel = kernel
@@ -89,7 +89,7 @@ impl Planner {
 
     /// Has the kernel multiply matrices where the adapter does so with what the operands are: f16, whose
     /// products are exact in f32. bf16 is not among the types, and half of f32 would be lost.
-    pub(super) fn in_tiles(&self, kernel: Kernel, x: &Operand, weight: &Operand) -> Kernel {
+    pub(super) fn in_tiles(&self, kernel: Kernel, x: &TensorView, weight: &TensorView) -> Kernel {
         match self.demands.matrices {
             Some(unit) if x.dtype == DType::F16 && weight.dtype == DType::F16 => kernel.by_matrices(unit),
             _ => kernel,

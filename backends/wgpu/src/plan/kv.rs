@@ -1,19 +1,19 @@
 //! Plans copies between rows and paged KV.
 
-use super::{GROUP, NAN, Operand, Planner, words};
-use crate::kernels::{File, Kernel};
+use super::{GROUP, NAN, Planner, TensorView, words};
+use crate::kernels::{Kernel, ShaderFile};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{Error, KvShape, OpSig, Result};
 
 /// A part of keys and values: pages from `first` to `end`.
-pub(super) struct Part {
-    pub(super) pools: [Operand; 2],
+pub(super) struct KvPageRange {
+    pub(super) pools: [TensorView; 2],
     pub(super) first: u32,
     pub(super) end: u32,
 }
 
 /// Returns the pools of keys and of values; keys that contain their values are both.
-pub(super) fn both<'a>(sig: &OpSig, pools: &'a [Operand]) -> Result<[&'a Operand; 2]> {
+pub(super) fn both<'a>(sig: &OpSig, pools: &'a [TensorView]) -> Result<[&'a TensorView; 2]> {
     match pools {
         [keys, .., values] => Ok([keys, values]),
         [keys] => Ok([keys, keys]),
@@ -23,7 +23,12 @@ pub(super) fn both<'a>(sig: &OpSig, pools: &'a [Operand]) -> Result<[&'a Operand
 
 impl Planner {
     /// Splits keys and values with pages of `page` elements into parts that fit, and counts their pages.
-    pub(super) fn parts(&self, sig: &OpSig, pools: [&Operand; 2], page: u64) -> Result<(Vec<Part>, u32)> {
+    pub(super) fn parts(
+        &self,
+        sig: &OpSig,
+        pools: [&TensorView; 2],
+        page: u64,
+    ) -> Result<(Vec<KvPageRange>, u32)> {
         if page == 0 {
             return Err(Error::invalid(format!("wgpu: {}: a page of the pools holds nothing", sig.name())));
         }
@@ -31,7 +36,7 @@ impl Planner {
         let pages = pools.map(|pool| pool.elements() / page);
         let pages = pages[0].min(pages[1]).min(u64::from(u32::MAX));
         let bytes = page * pools[0].dtype.size_bytes();
-        let parts = self.runs_of(sig, pages, bytes, 1)?.into_iter().map(|(first, count)| Part {
+        let parts = self.runs_of(sig, pages, bytes, 1)?.into_iter().map(|(first, count)| KvPageRange {
             pools: pools.map(|pool| pool.part(first * page, count * page)),
             first: to_u32(first),
             end: to_u32(first + count),
@@ -39,7 +44,7 @@ impl Planner {
         Ok((parts.collect(), to_u32(pages)))
     }
 
-    pub(super) fn kv(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
+    pub(super) fn kv(&mut self, sig: &OpSig, operands: &[TensorView]) -> Result<()> {
         let (OpSig::KvWrite { tokens, x: other, kv: shape }
         | OpSig::KvGather { tokens, wire: other, kv: shape }
         | OpSig::KvScatter { tokens, wire: other, kv: shape }) = *sig
@@ -64,8 +69,8 @@ impl Planner {
         let (inputs, output) = if gather { (kv, other) } else { (other, kv) };
         let scaled = kv.is_scaled() || other.is_scaled();
         let kernel = match scaled {
-            true => Kernel::new(File::KvScaled, "kv_scaled", GROUP).flag("GATHER", gather),
-            false => Kernel::new(File::Kv, if gather { "kv_gather" } else { "kv_write" }, GROUP)
+            true => Kernel::new(ShaderFile::KvScaled, "kv_scaled", GROUP).flag("GATHER", gather),
+            false => Kernel::new(ShaderFile::Kv, if gather { "kv_gather" } else { "kv_write" }, GROUP)
                 .number("POOLS", shape.pools()),
         };
         let kernel = kernel.dtype("D0", inputs).dtype("D1", inputs).dtype("OUT", output);

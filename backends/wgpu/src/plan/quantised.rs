@@ -1,8 +1,8 @@
 //! Products and lookups with quantised weights. Some columns of the weights at a time become f32 in scratch
 //! memory, with which the product runs as with any others.
 
-use super::{GROUP, NAN, Operand, Planner, words};
-use crate::kernels::{File, Kernel};
+use super::{GROUP, NAN, Planner, TensorView, words};
+use crate::kernels::{Kernel, ShaderFile};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{CodeKind, DType, Error, OpSig, Quantised, Result, ScaleKind, ZeroKind};
 
@@ -13,16 +13,16 @@ const COLUMNS: u64 = 4;
 
 /// The arrays of weights.
 struct Arrays {
-    codes: Operand,
+    codes: TensorView,
     /// The high bits of codes, or the outer scale.
-    high: Option<Operand>,
+    high: Option<TensorView>,
     has_high: bool,
     /// Scales, zeros and supers.
-    others: [Option<Operand>; 3],
+    others: [Option<TensorView>; 3],
 }
 
 impl Arrays {
-    fn of(quantised: &Quantised, columns: u32, operands: &[Operand]) -> Result<Arrays> {
+    fn of(quantised: &Quantised, columns: u32, operands: &[TensorView]) -> Result<Arrays> {
         let has_high = quantised.code.high_bits() > 0;
         if has_high && quantised.outer {
             return Err(Error::unsupported("wgpu: codes of 5 and 6 bits with an outer scale"));
@@ -39,8 +39,8 @@ impl Arrays {
     }
 
     /// The arrays, of which codes begin with a row and are of so many; what is absent repeats these.
-    fn rows(&self, quantised: &Quantised, columns: u32, first: u64, count: u64) -> [Operand; 5] {
-        let part = |operand: &Operand, bits: u32| {
+    fn rows(&self, quantised: &Quantised, columns: u32, first: u64, count: u64) -> [TensorView; 5] {
+        let part = |operand: &TensorView, bits: u32| {
             let row = u64::from(columns) * u64::from(bits) / 32;
             operand.part(first * row, count * row)
         };
@@ -75,7 +75,7 @@ fn decoding(entry: &'static str, quantised: &Quantised) -> Kernel {
         ZeroKind::Points => 1,
         ZeroKind::Minima => 2,
     };
-    Kernel::new(File::Quantised, entry, GROUP)
+    Kernel::new(ShaderFile::Quantised, entry, GROUP)
         .number("CODE", code)
         .number("SCALE", scale)
         .number("ZERO", zero)
@@ -84,7 +84,7 @@ fn decoding(entry: &'static str, quantised: &Quantised) -> Kernel {
 }
 
 impl Planner {
-    pub(super) fn quantised_gemm(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
+    pub(super) fn quantised_gemm(&mut self, sig: &OpSig, operands: &[TensorView]) -> Result<()> {
         let OpSig::QuantisedGemm { m, n, k, weight, bias, accumulate, .. } = *sig else { return Ok(()) };
         let count = weight.part_count();
         let (x, out) = (&operands[0], &operands[operands.len() - 1]);
@@ -126,7 +126,7 @@ impl Planner {
         k: u32,
         arrays: &Arrays,
         (first, count): (u64, u64),
-        to: &Operand,
+        to: &TensorView,
     ) {
         let parts = arrays.rows(quantised, k, first, count);
         let elements = count * u64::from(k);
@@ -137,7 +137,7 @@ impl Planner {
         self.dispatch(&kernel, &parts.each_ref(), &[to], &shape, elements.div_ceil(GROUP.into()));
     }
 
-    pub(super) fn quantised_embed(&mut self, sig: &OpSig, operands: &[Operand]) -> Result<()> {
+    pub(super) fn quantised_embed(&mut self, sig: &OpSig, operands: &[TensorView]) -> Result<()> {
         let OpSig::QuantisedEmbed { tokens, vocab, hidden, table, .. } = *sig else { return Ok(()) };
         let count = table.part_count();
         let (ids, out) = (&operands[0], &operands[operands.len() - 1]);

@@ -43,7 +43,7 @@ fn kernels() -> BTreeMap<String, (Kernel, Vec<u32>)> {
                 continue;
             }
             for work in planner.works {
-                if let Work::Dispatch { kernel, bindings, .. } = work {
+                if let WgpuStep::Dispatch { kernel, bindings, .. } = work {
                     let numbers = bindings.iter().map(|(number, _)| *number).collect();
                     kernels.insert(format!("{kernel:?}"), (kernel, numbers));
                 }
@@ -172,7 +172,7 @@ fn in_spirv(
 fn every_kernel_can_be_written_for_metal_and_for_dx12() {
     let kernels = kernels();
     let files: HashSet<_> = kernels.values().map(|(kernel, _)| kernel.file).collect();
-    assert_eq!(files.len(), File::ALL.len(), "the suite does not use every file: {files:?}");
+    assert_eq!(files.len(), ShaderFile::ALL.len(), "the suite does not use every file: {files:?}");
     let by_matrices = kernels.values().filter(|(kernel, _)| kernel.matrices.is_some());
     let by_matrices: HashSet<_> =
         by_matrices.map(|(kernel, _)| (kernel.file, kernel.matrices.map(|unit| unit.edge))).collect();

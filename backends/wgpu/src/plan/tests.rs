@@ -15,8 +15,8 @@ pub(super) const LIMITS: mixfleet_hal::DeviceLimits = mixfleet_hal::DeviceLimits
 };
 
 /// Returns what is wrong with a unit of work; `sizes` are those of the scratch memories.
-fn fault(work: &Work, demands: Demands, planner: &Planner) -> Option<String> {
-    let ends_inside = |window: &Window| {
+fn fault(work: &WgpuStep, demands: Demands, planner: &Planner) -> Option<String> {
+    let ends_inside = |window: &MemoryWindow| {
         let size = match &window.place {
             OperandLocation::Buffer(slice) => slice.buffer.size_bytes().next_multiple_of(16) + 16,
             OperandLocation::Aside => planner.aside_bytes + 32,
@@ -25,12 +25,12 @@ fn fault(work: &Work, demands: Demands, planner: &Planner) -> Option<String> {
         window.offset + window.bytes <= size
     };
     let (bindings, words, grid) = match work {
-        Work::Copy { from, to } => {
+        WgpuStep::Copy { from, to } => {
             let whole = [from.offset, to.offset, from.bytes].iter().all(|n| n % 4 == 0);
             let fine = whole && from.bytes == to.bytes && !from.place.shares(&to.place);
             return (!(fine && ends_inside(from) && ends_inside(to))).then(|| format!("{work:?}"));
         }
-        Work::Dispatch { bindings, words, grid, .. } => (bindings, words, grid),
+        WgpuStep::Dispatch { bindings, words, grid, .. } => (bindings, words, grid),
     };
     let wrong = bindings.iter().find(|(_, window)| {
         window.bytes > demands.binding_bytes_max
@@ -102,7 +102,7 @@ fn products_of_f16_and_many_rows_are_by_matrices_where_the_adapter_has_them() {
         let sig = OpSig::Gemm { m, n: 64, k: 32, x, weight, out: F32, bias: false, accumulate: false };
         let mut planner = Planner::new(Demands { binding_bytes_max: 1 << 27, binding_align: 32, matrices });
         planner.add(&Cmd::new(sig, &slices(&sig, false)).unwrap()).unwrap();
-        let [Work::Dispatch { kernel, .. }] = &planner.works[..] else { panic!("{:?}", planner.works) };
+        let [WgpuStep::Dispatch { kernel, .. }] = &planner.works[..] else { panic!("{:?}", planner.works) };
         kernel.matrices
     };
     assert_eq!(by_matrices(unit, 17, F16, F16), unit);
@@ -121,8 +121,8 @@ fn weights_are_read_once_for_up_to_sixteen_rows() {
         let mut planner = Planner::new(demands);
         planner.add(&Cmd::new(sig, &slices(&sig, false)).unwrap()).unwrap();
         let grids = planner.works.iter().map(|work| match work {
-            Work::Dispatch { grid, .. } => *grid,
-            Work::Copy { .. } => (0, 0),
+            WgpuStep::Dispatch { grid, .. } => *grid,
+            WgpuStep::Copy { .. } => (0, 0),
         });
         assert_eq!(grids.collect::<Vec<_>>(), [(groups, 1)], "{m} rows");
     }

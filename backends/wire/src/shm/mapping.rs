@@ -2,7 +2,7 @@
 
 use super::control::CopyFlags;
 use super::hello::{ShmHello, is_sealed, receive_answer};
-use super::{Address, socket_address};
+use super::{ShmAddress, socket_address};
 use crate::one_sided::{Carrier, Direction, OneSided, Reach};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::memory::SharedMemory;
@@ -22,7 +22,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 pub(super) struct ShmMapping {
     local: Arc<dyn SharedMemory>,
-    pages: Pages,
+    pages: PeerPages,
     reach: Reach,
     control: CopyFlags,
     /// Stays open as long as the owner lives.
@@ -30,7 +30,7 @@ pub(super) struct ShmMapping {
 }
 
 /// The peer's memory; pages granted for reading are mapped read-only.
-enum Pages {
+enum PeerPages {
     Write(memmap2::MmapRaw),
     Read(memmap2::MmapRaw),
 }
@@ -42,7 +42,7 @@ fn closed(detail: String) -> Error {
 impl ShmMapping {
     pub(super) fn open(
         local: Arc<dyn SharedMemory>,
-        address: &Address,
+        address: &ShmAddress,
         region: &Descriptor,
     ) -> Result<OneSided<Self>> {
         let gone = |error| closed(format!("the owner of {region:?} does not answer: {error}"));
@@ -60,7 +60,7 @@ impl ShmMapping {
         let refused =
             |error| Error::new(ErrorKind::OutOfMemory, format!("map {} bytes: {error}", region.bytes));
         let control = CopyFlags::open(&control).map_err(refused)?;
-        let pages = Pages::map(&pages, region.bytes, access).map_err(refused)?;
+        let pages = PeerPages::map(&pages, region.bytes, access).map_err(refused)?;
         let reach = Reach { local_bytes: local.size_bytes(), remote_bytes: region.bytes, access };
         Ok(OneSided::new(ShmMapping { local, pages, reach, control, socket }))
     }
@@ -74,7 +74,7 @@ impl ShmMapping {
         let Piece { local, remote, bytes } = piece;
         let mut granted = false;
         match (direction, &self.pages) {
-            (Direction::Write, Pages::Write(map)) => self.local.view(local, bytes, &mut |from| {
+            (Direction::Write, PeerPages::Write(map)) => self.local.view(local, bytes, &mut |from| {
                 // SAFETY: the piece lies in the mapping. The owner does not use these bytes meanwhile, or
                 // checks them; a copy that another process sees half done is bytes like any other.
                 granted = self.control.copy(|| unsafe {
@@ -82,7 +82,7 @@ impl ShmMapping {
                     std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len());
                 });
             })?,
-            (Direction::Read, Pages::Write(map) | Pages::Read(map)) => {
+            (Direction::Read, PeerPages::Write(map) | PeerPages::Read(map)) => {
                 self.local.update(local, bytes, &mut |to| {
                     // SAFETY: as above.
                     granted = self.control.copy(|| unsafe {
@@ -91,22 +91,24 @@ impl ShmMapping {
                     });
                 })?;
             }
-            (Direction::Write, Pages::Read(_)) => return Err(Error::invalid("the pages are for reading")),
+            (Direction::Write, PeerPages::Read(_)) => {
+                return Err(Error::invalid("the pages are for reading"));
+            }
         }
         if granted { Ok(()) } else { Err(self.over()) }
     }
 }
 
-impl Pages {
+impl PeerPages {
     fn map(file: &File, bytes: u64, access: RemoteAccess) -> std::io::Result<Self> {
         let mut options = memmap2::MmapOptions::new();
         options.len(to_usize(bytes.max(1)));
         if access.may_write() {
             let map = options.map_raw(file)?;
             crate::region::prefer_huge_pages(&map);
-            Ok(Pages::Write(map))
+            Ok(PeerPages::Write(map))
         } else {
-            Ok(Pages::Read(options.map_raw_read_only(file)?))
+            Ok(PeerPages::Read(options.map_raw_read_only(file)?))
         }
     }
 }

@@ -60,13 +60,13 @@ fn host() -> Result<String> {
 }
 
 /// Address of a region, written as `host/socket/key`.
-struct Address {
+struct ShmAddress {
     host: String,
     socket: String,
     key: RegionKey,
 }
 
-impl Address {
+impl ShmAddress {
     fn encode(&self) -> String {
         format!("{}/{}/{}", self.host, self.socket, self.key.to_hex())
     }
@@ -80,7 +80,7 @@ impl Address {
         match parts[..] {
             [host, socket, key] if descriptor.transport == NAME => {
                 let key = RegionKey::from_hex(key).ok_or_else(foreign)?;
-                Ok(Address { host: host.into(), socket: socket.into(), key })
+                Ok(ShmAddress { host: host.into(), socket: socket.into(), key })
             }
             _ => Err(foreign()),
         }
@@ -109,17 +109,17 @@ impl Transport for Shm {
         }
         let region = || Ok(ShmRegion::new(memory.clone(), access));
         let (key, epoch) = self.server.regions.add(&memory, region)?;
-        let address = Address { host: self.host.clone(), socket: self.server.name.clone(), key };
+        let address = ShmAddress { host: self.host.clone(), socket: self.server.name.clone(), key };
         Ok(Descriptor { transport: NAME.into(), address: address.encode(), epoch, bytes })
     }
 
     fn deregister(&self, region: &Descriptor) -> Result<()> {
-        self.server.regions.remove(Address::decode(region)?.key, region.epoch)
+        self.server.regions.remove(ShmAddress::decode(region)?.key, region.epoch)
     }
 
     /// Returns `Unsupported` for a region on another host.
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
-        let address = Address::decode(region)?;
+        let address = ShmAddress::decode(region)?;
         if address.host != self.host {
             return Err(Error::unsupported(
                 "the region is on another host, or this host has rebooted; use another transport",
@@ -138,16 +138,16 @@ mod tests {
     fn another_host_is_told_from_a_region_that_is_gone() {
         let (shm, memory) = (Shm::new().unwrap(), Arc::new(HostRegion::new(8).unwrap()));
         let good = shm.register(memory.clone(), RemoteAccess::Write).unwrap();
-        let address = Address::decode(&good).unwrap();
-        let with = |address: Address| Descriptor { address: address.encode(), ..good.clone() };
+        let address = ShmAddress::decode(&good).unwrap();
+        let with = |address: ShmAddress| Descriptor { address: address.encode(), ..good.clone() };
         let kind = |descriptor| shm.connect(memory.clone(), &descriptor).err().unwrap().kind;
         let elsewhere =
-            with(Address { host: "another".into(), socket: address.socket.clone(), key: address.key });
+            with(ShmAddress { host: "another".into(), socket: address.socket.clone(), key: address.key });
         assert_eq!(kind(elsewhere), ErrorKind::Unsupported);
         let (host, key) = (address.host.clone(), RegionKey([7; 16]));
-        assert_eq!(kind(with(Address { host, socket: address.socket.clone(), key })), ErrorKind::Closed);
+        assert_eq!(kind(with(ShmAddress { host, socket: address.socket.clone(), key })), ErrorKind::Closed);
         let (host, socket) = (address.host, "mixfleet-nobody".into());
-        assert_eq!(kind(with(Address { host, socket, key: address.key })), ErrorKind::Closed);
+        assert_eq!(kind(with(ShmAddress { host, socket, key: address.key })), ErrorKind::Closed);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::socket_address;
 use crate::answer::GrantStatus;
 use crate::key::RegionKey;
 use crate::poll;
-use crate::regions::{FencedRegion, Regions};
+use crate::regions::{FencedRegion, RegionTable};
 use crate::service::ServiceThread;
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::RemoteAccess;
@@ -136,7 +136,7 @@ fn refuse(socket: &UnixStream, answer: GrantStatus) -> GrantStatus {
 /// The thread, the name of its socket, and the regions it serves.
 pub(super) struct ShmServer {
     pub(super) name: String,
-    pub(super) regions: Arc<Regions<ShmRegion>>,
+    pub(super) regions: Arc<RegionTable<ShmRegion>>,
     thread: Option<ServiceThread>,
 }
 
@@ -146,7 +146,7 @@ impl ShmServer {
         let name = format!("mixfleet-{}", RegionKey::random()?.to_hex());
         let listener = UnixListener::bind_addr(&socket_address(&name)?).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
-        let regions = Arc::new(Regions::new()?);
+        let regions = Arc::new(RegionTable::new()?);
         let served = regions.clone();
         let serve =
             move |woken| ServerThread { listener, woken, regions: served, pending: Vec::new() }.serve();
@@ -166,7 +166,7 @@ impl Drop for ShmServer {
 struct ServerThread {
     listener: UnixListener,
     woken: UnixStream,
-    regions: Arc<Regions<ShmRegion>>,
+    regions: Arc<RegionTable<ShmRegion>>,
     pending: Vec<PendingSocket>,
 }
 

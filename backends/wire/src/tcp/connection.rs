@@ -1,11 +1,11 @@
 //! The active end of a connection: cuts batches into frames and sends frames over streams.
 
-use super::inbox::Inbox;
-use super::parts::Parts;
-use super::protocol::{Head, PAYLOAD_BYTES_MAX, RANGES_MAX, Range, TcpHello, Welcome};
+use super::inbox::ReceiveBuffer;
+use super::parts::IovecQueue;
+use super::protocol::{FrameHeader, PAYLOAD_BYTES_MAX, RANGES_MAX, Range, TcpHello, Welcome};
 use super::serve::say;
 use super::stream::{Frame, FrameStream};
-use super::{Address, TcpConfig};
+use super::{TcpAddress, TcpConfig};
 use crate::answer::GrantStatus;
 use crate::one_sided::{Batches, Carrier, Direction, OneSided, Reach};
 use crate::pinned::PinnedRange;
@@ -42,7 +42,7 @@ impl TcpConnection {
     pub(super) fn open(
         local: Arc<dyn SharedMemory>,
         config: &TcpConfig,
-        address: &Address,
+        address: &TcpAddress,
         region: &Descriptor,
     ) -> Result<OneSided<Self>> {
         let local = PinnedRange::new(local)?;
@@ -67,17 +67,17 @@ impl TcpConnection {
     }
 
     fn frame(&self, batch: u64, direction: Direction, pieces: &[Piece]) -> Result<Frame> {
-        let head = Head { direction, ranges: to_u16(pieces.len()), frame: 0 };
-        let mut words = Vec::with_capacity(Head::BYTES + pieces.len() * Range::BYTES);
+        let head = FrameHeader { direction, ranges: to_u16(pieces.len()), frame: 0 };
+        let mut words = Vec::with_capacity(FrameHeader::BYTES + pieces.len() * Range::BYTES);
         words.extend(head.encode());
-        let mut parts = Parts::default();
+        let mut parts = IovecQueue::default();
         for piece in pieces {
             words.extend(Range { offset: piece.remote, bytes: piece.bytes }.encode());
             parts.push(self.local.address(piece.local, piece.bytes)?, piece.bytes);
         }
         let (payload, into) = match direction {
-            Direction::Write => (parts, Parts::default()),
-            Direction::Read => (Parts::default(), parts),
+            Direction::Write => (parts, IovecQueue::default()),
+            Direction::Read => (IovecQueue::default(), parts),
         };
         Ok(Frame { batch, words, payload, into })
     }
@@ -207,7 +207,7 @@ fn cut(pieces: &[Piece], frame_bytes_max: u64) -> Vec<Vec<Piece>> {
 fn open_stream(
     config: &TcpConfig,
     sockets: &[SocketAddr],
-    address: &Address,
+    address: &TcpAddress,
     region: &Descriptor,
     number: u16,
 ) -> Result<((FrameStream, SocketAddr), RemoteAccess)> {
@@ -237,10 +237,10 @@ fn greet(
     socket: SocketAddr,
     hello: &TcpHello,
     deadline: Instant,
-) -> io::Result<(SecureStream, Inbox, Welcome)> {
+) -> io::Result<(SecureStream, ReceiveBuffer, Welcome)> {
     let mut link = config.security.call(socket, config.silence, deadline)?;
     say(&mut link, &hello.encode())?;
-    let mut inbox = Inbox::new();
+    let mut inbox = ReceiveBuffer::new();
     let welcome = Welcome::decode(&inbox.take_by(&mut link, deadline)?);
     link.socket().set_nonblocking(true)?;
     Ok((link, inbox, welcome))

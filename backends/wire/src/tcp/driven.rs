@@ -17,20 +17,20 @@ use std::time::{Duration, Instant};
 
 /// The user's end of a background-driven connection.
 pub(super) struct Driven {
-    shared: Arc<Mutex<State>>,
+    shared: Arc<Mutex<TcpDriverState>>,
     /// Re-examines the streams when it is woken.
     thread: ServiceThread,
     patience: Patience,
 }
 
-struct State {
+struct TcpDriverState {
     way: OneSided<TcpConnection>,
     /// The user is waiting for the streams. The thread moves nothing then, since what it took would not wake
     /// the user.
     user_waits: bool,
 }
 
-fn lock(shared: &Mutex<State>) -> MutexGuard<'_, State> {
+fn lock(shared: &Mutex<TcpDriverState>) -> MutexGuard<'_, TcpDriverState> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -43,7 +43,7 @@ impl Driven {
         let failed = |error: io::Error| {
             Error::new(ErrorKind::OutOfMemory, format!("a thread for a TCP connection: {error}"))
         };
-        let shared = Arc::new(Mutex::new(State { way, user_waits: false }));
+        let shared = Arc::new(Mutex::new(TcpDriverState { way, user_waits: false }));
         let driven = shared.clone();
         let thread =
             ServiceThread::spawn("tcp-connection", move |woken| drive(&driven, woken)).map_err(failed)?;
@@ -58,7 +58,7 @@ impl Driven {
     }
 
     /// Hands the remaining work to the thread.
-    fn leave(&self, state: MutexGuard<'_, State>) {
+    fn leave(&self, state: MutexGuard<'_, TcpDriverState>) {
         let needed = state.way.carrier.is_unwatched();
         drop(state);
         if needed {
@@ -69,7 +69,7 @@ impl Driven {
 
 /// Moves bytes while the user does something else, until the connection breaks or the other end of `woken`
 /// closes.
-fn drive(shared: &Mutex<State>, mut woken: UnixStream) {
+fn drive(shared: &Mutex<TcpDriverState>, mut woken: UnixStream) {
     loop {
         let mut entries = vec![poll::readable(&woken)];
         {
@@ -93,7 +93,7 @@ fn drive(shared: &Mutex<State>, mut woken: UnixStream) {
     }
 }
 
-impl State {
+impl TcpDriverState {
     /// Handles the events in `entries`, and keeps any error for the user.
     fn moved(&mut self, polled: io::Result<()>, entries: &[libc::pollfd]) {
         let _ = self.way.drive(|way, batches| match polled {
@@ -144,7 +144,7 @@ impl Endpoint for Driven {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Address, Tcp, TcpConfig, connection::TcpConnection};
+    use super::super::{Tcp, TcpAddress, TcpConfig, connection::TcpConnection};
     use super::*;
     use crate::HostRegion;
     use mixfleet_hal::memory::SharedMemory;
@@ -162,7 +162,7 @@ mod tests {
     fn way(here: &Arc<HostRegion>, there: &Arc<HostRegion>) -> (Tcp, Driven) {
         let tcp = Tcp::new(TcpConfig::loopback()).unwrap();
         let region = tcp.register(there.clone(), RemoteAccess::ReadWrite).unwrap();
-        let address = Address::decode(&region).unwrap();
+        let address = TcpAddress::decode(&region).unwrap();
         let way = TcpConnection::open(here.clone(), &tcp.config, &address, &region).unwrap();
         (tcp, Driven::start(way).unwrap())
     }

@@ -1,7 +1,7 @@
 //! Tests against peers that violate the protocol.
 
-use super::protocol::{Done, Head, RANGES_MAX, Range, TcpHello, Welcome};
-use super::{Address, Tcp, TcpConfig};
+use super::protocol::{FrameHeader, FrameReply, RANGES_MAX, Range, TcpHello, Welcome};
+use super::{Tcp, TcpAddress, TcpConfig};
 use crate::HostRegion;
 use crate::answer::GrantStatus;
 use crate::one_sided::Direction;
@@ -22,7 +22,7 @@ fn owner(access: RemoteAccess) -> (Tcp, Arc<HostRegion>, Descriptor) {
 }
 
 fn hello(descriptor: &Descriptor) -> TcpHello {
-    Address::decode(descriptor).unwrap().hello(descriptor, 0)
+    TcpAddress::decode(descriptor).unwrap().hello(descriptor, 0)
 }
 
 /// Sends `words` to the owner and returns the socket with the reply.
@@ -35,7 +35,7 @@ fn greet(tcp: &Tcp, words: &[u8]) -> (TcpStream, Option<GrantStatus>) {
 }
 
 fn frame(direction: Direction, ranges: &[Range]) -> Vec<u8> {
-    let mut words = Head { direction, ranges: ranges.len() as u16, frame: 0 }.encode().to_vec();
+    let mut words = FrameHeader { direction, ranges: ranges.len() as u16, frame: 0 }.encode().to_vec();
     words.extend(ranges.iter().flat_map(Range::encode));
     words
 }
@@ -88,17 +88,17 @@ fn frames_that_reach_too_far_are_refused_before_anything_is_written() {
             wrong.push(frame(direction, &[good, Range { offset, bytes }]));
         }
     }
-    let too_many = Head { direction: Direction::Write, ranges: RANGES_MAX as u16, frame: 0 }.encode();
+    let too_many = FrameHeader { direction: Direction::Write, ranges: RANGES_MAX as u16, frame: 0 }.encode();
     wrong.push([&too_many[..2], &(RANGES_MAX as u16 + 1).to_le_bytes(), &too_many[4..]].concat());
-    wrong.push([7; Head::BYTES].to_vec());
+    wrong.push([7; FrameHeader::BYTES].to_vec());
     for mut words in wrong {
         words.extend([9; 2 * BYTES as usize]);
         let (mut socket, answer) = greet(&tcp, &hello(&descriptor).encode());
         assert_eq!(answer, Some(GrantStatus::ReadWrite));
         socket.write_all(&words).unwrap();
-        let mut said = [0; Done::BYTES];
+        let mut said = [0; FrameReply::BYTES];
         socket.read_exact(&mut said).unwrap();
-        assert!(Done::decode(&said).unwrap().refused && rest(socket).is_empty());
+        assert!(FrameReply::decode(&said).unwrap().refused && rest(socket).is_empty());
     }
     assert!(is_untouched(&memory));
 }
@@ -112,9 +112,9 @@ fn what_was_not_granted_is_refused() {
         let (mut socket, _) = greet(&tcp, &hello(&descriptor).encode());
         socket.write_all(&frame(direction, &[Range { offset: 0, bytes: 8 }])).unwrap();
         socket.write_all(&[9; 8]).unwrap();
-        let mut said = [0; Done::BYTES];
+        let mut said = [0; FrameReply::BYTES];
         socket.read_exact(&mut said).unwrap();
-        assert!(Done::decode(&said).unwrap().refused && rest(socket).is_empty());
+        assert!(FrameReply::decode(&said).unwrap().refused && rest(socket).is_empty());
         assert!(is_untouched(&memory));
     }
 }

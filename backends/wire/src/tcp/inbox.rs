@@ -1,6 +1,6 @@
 //! Buffers what a stream received ahead of demand: at most a few headers, never bulk payload.
 
-use super::parts::Parts;
+use super::parts::IovecQueue;
 use crate::stream::{SecureStream, remaining};
 use mixfleet_hal::cast::to_usize;
 use std::io;
@@ -10,7 +10,7 @@ use std::time::Instant;
 const SPARE_BYTES: usize = 256;
 
 /// A small receive buffer in front of a stream.
-pub(super) struct Inbox {
+pub(super) struct ReceiveBuffer {
     buffer: Vec<u8>,
     from: usize,
     to: usize,
@@ -20,9 +20,9 @@ fn ended() -> io::Error {
     io::Error::new(io::ErrorKind::UnexpectedEof, "the peer has closed")
 }
 
-impl Inbox {
+impl ReceiveBuffer {
     pub(super) fn new() -> Self {
-        Inbox { buffer: vec![0; SPARE_BYTES], from: 0, to: 0 }
+        ReceiveBuffer { buffer: vec![0; SPARE_BYTES], from: 0, to: 0 }
     }
 
     /// Returns the free space of the buffer.
@@ -82,7 +82,7 @@ impl Inbox {
     ///
     /// # Errors
     /// As for [`take`](Self::take).
-    pub(super) fn receive(&mut self, link: &mut SecureStream, parts: &mut Parts) -> io::Result<()> {
+    pub(super) fn receive(&mut self, link: &mut SecureStream, parts: &mut IovecQueue) -> io::Result<()> {
         while self.from < self.to
             && let Some((address, bytes)) = parts.first()
         {

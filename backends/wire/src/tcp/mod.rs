@@ -129,12 +129,12 @@ impl Tcp {
 }
 
 /// Address of a region, written as `key@address,address`.
-struct Address {
+struct TcpAddress {
     key: RegionKey,
     sockets: Vec<SocketAddr>,
 }
 
-impl Address {
+impl TcpAddress {
     /// Returns the first message of stream number `stream` to the region.
     fn hello(&self, region: &Descriptor, stream: u16) -> protocol::TcpHello {
         protocol::TcpHello { key: self.key, epoch: region.epoch, stream }
@@ -149,7 +149,7 @@ impl Address {
         let parse = || {
             let (key, sockets) = descriptor.address.split_once('@')?;
             let sockets = sockets.split(',').map(|socket| socket.parse().ok()).collect::<Option<_>>()?;
-            Some(Address { key: RegionKey::from_hex(key)?, sockets })
+            Some(TcpAddress { key: RegionKey::from_hex(key)?, sockets })
         };
         parse().filter(|_| descriptor.transport == NAME).ok_or_else(|| {
             Error::new(ErrorKind::Closed, format!("{descriptor:?} is not reached over TCP, or is damaged"))
@@ -160,7 +160,7 @@ impl Address {
 /// Returns the first message of a stream to `region`.
 #[cfg(any(test, feature = "testing"))]
 pub(crate) fn greeting(region: &Descriptor) -> Option<Vec<u8>> {
-    Some(Address::decode(region).ok()?.hello(region, 0).encode().to_vec())
+    Some(TcpAddress::decode(region).ok()?.hello(region, 0).encode().to_vec())
 }
 
 impl Transport for Tcp {
@@ -173,16 +173,16 @@ impl Transport for Tcp {
         let bytes = memory.size_bytes();
         let region = || TcpRegion::new(memory.clone(), access);
         let (key, epoch) = self.server.regions.add(&memory, region)?;
-        let address = Address { key, sockets: self.addresses.clone() };
+        let address = TcpAddress { key, sockets: self.addresses.clone() };
         Ok(Descriptor { transport: NAME.into(), address: address.encode(), epoch, bytes })
     }
 
     fn deregister(&self, region: &Descriptor) -> Result<()> {
-        self.server.regions.remove(Address::decode(region)?.key, region.epoch)
+        self.server.regions.remove(TcpAddress::decode(region)?.key, region.epoch)
     }
 
     fn connect(&self, local: Arc<dyn SharedMemory>, region: &Descriptor) -> Result<Box<dyn Endpoint>> {
-        let address = Address::decode(region)?;
+        let address = TcpAddress::decode(region)?;
         Ok(Box::new(Driven::start(connection::TcpConnection::open(local, &self.config, &address, region)?)?))
     }
 }

@@ -5,15 +5,15 @@ use std::collections::VecDeque;
 
 /// What remains to be sent or received. Whoever creates one keeps the memory alive while it is in use.
 #[derive(Default)]
-pub(super) struct Parts {
+pub(super) struct IovecQueue {
     list: VecDeque<libc::iovec>,
     bytes: u64,
 }
 
 // SAFETY: addresses are plain numbers; who uses them holds the memory, whatever the thread.
-unsafe impl Send for Parts {}
+unsafe impl Send for IovecQueue {}
 
-impl Parts {
+impl IovecQueue {
     /// Appends `bytes` bytes at `address`.
     pub(super) fn push(&mut self, address: *mut u8, bytes: u64) {
         if bytes > 0 {
@@ -23,7 +23,7 @@ impl Parts {
     }
 
     /// Appends all of `other`.
-    pub(super) fn append(&mut self, mut other: Parts) {
+    pub(super) fn append(&mut self, mut other: IovecQueue) {
         self.list.append(&mut other.list);
         self.bytes += other.bytes;
     }
@@ -79,7 +79,7 @@ mod tests {
         #[test]
         fn what_is_left_is_the_end_of_all(lengths in prop::collection::vec(0u64..20, 0..10), cuts in prop::collection::vec(0usize..30, 0..10)) {
             let mut bytes: Vec<u8> = (0..=200).collect();
-            let mut parts = Parts::default();
+            let mut parts = IovecQueue::default();
             let mut at = 0;
             for &length in &lengths {
                 parts.push(bytes[at..].as_mut_ptr(), length);

@@ -1,8 +1,8 @@
 //! The messages of the two ends, with little-endian numbers.
 //!
-//! A stream begins with a [`TcpHello`] and its [`Welcome`]. Then the user sends frames: a [`Head`], its
-//! [`Range`]s of the owner's region and, for a write, their bytes. The owner handles them in order and
-//! answers each with a [`Done`], followed by the bytes for a read.
+//! A stream begins with a [`TcpHello`] and its [`Welcome`]. Then the user sends frames: a [`FrameHeader`],
+//! its [`Range`]s of the owner's region and, for a write, their bytes. The owner handles them in order and
+//! answers each with a [`FrameReply`], followed by the bytes for a read.
 
 use crate::key::{KEY_BYTES, RegionKey};
 use crate::one_sided::Direction;
@@ -70,7 +70,7 @@ impl Welcome {
 
 /// The header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Head {
+pub(super) struct FrameHeader {
     pub(super) direction: Direction,
     /// Number of ranges that follow.
     pub(super) ranges: u16,
@@ -78,7 +78,7 @@ pub(super) struct Head {
     pub(super) frame: u64,
 }
 
-impl Head {
+impl FrameHeader {
     pub(super) const BYTES: usize = 16;
 
     pub(super) fn encode(&self) -> [u8; Self::BYTES] {
@@ -91,7 +91,7 @@ impl Head {
         let direction = directions.into_iter().find(|&direction| direction as u8 == bytes[0])?;
         let ranges = u16::from_le_bytes(part(bytes, 2));
         let frame = u64::from_le_bytes(part(bytes, 8));
-        (usize::from(ranges) <= RANGES_MAX).then_some(Head { direction, ranges, frame })
+        (usize::from(ranges) <= RANGES_MAX).then_some(FrameHeader { direction, ranges, frame })
     }
 }
 
@@ -116,12 +116,12 @@ impl Range {
 
 /// The owner's reply to a frame; after a refusal it closes the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Done {
+pub(super) struct FrameReply {
     pub(super) refused: bool,
     pub(super) frame: u64,
 }
 
-impl Done {
+impl FrameReply {
     pub(super) const BYTES: usize = 16;
 
     pub(super) fn encode(&self) -> [u8; Self::BYTES] {
@@ -134,7 +134,7 @@ impl Done {
             2 => true,
             _ => return None,
         };
-        Some(Done { refused, frame: u64::from_le_bytes(part(bytes, 8)) })
+        Some(FrameReply { refused, frame: u64::from_le_bytes(part(bytes, 8)) })
     }
 }
 
@@ -147,11 +147,13 @@ pub(crate) fn check_words(bytes: &[u8]) {
     if let Some(hello) = TcpHello::decode(&padded(bytes)) {
         assert!(TcpHello::decode(&hello.encode()) == Some(hello));
     }
-    if let Some(frame) = Head::decode(&padded(bytes)) {
-        assert!(usize::from(frame.ranges) <= RANGES_MAX && Head::decode(&frame.encode()) == Some(frame));
+    if let Some(frame) = FrameHeader::decode(&padded(bytes)) {
+        assert!(
+            usize::from(frame.ranges) <= RANGES_MAX && FrameHeader::decode(&frame.encode()) == Some(frame)
+        );
     }
-    if let Some(done) = Done::decode(&padded(bytes)) {
-        assert_eq!(Done::decode(&done.encode()), Some(done));
+    if let Some(done) = FrameReply::decode(&padded(bytes)) {
+        assert_eq!(FrameReply::decode(&done.encode()), Some(done));
     }
     let welcome = Welcome::decode(&padded(bytes));
     assert_eq!(Welcome::decode(&welcome.encode()), welcome);
@@ -183,12 +185,12 @@ mod tests {
             let welcome = Welcome { answer: stream as u8, bytes: a };
             prop_assert_eq!(Welcome::decode(&welcome.encode()), welcome);
             let direction = if odd { Direction::Read } else { Direction::Write };
-            let head = Head { direction, ranges: ranges as u16, frame: b };
-            prop_assert_eq!(Head::decode(&head.encode()), Some(head));
+            let head = FrameHeader { direction, ranges: ranges as u16, frame: b };
+            prop_assert_eq!(FrameHeader::decode(&head.encode()), Some(head));
             let range = Range { offset: a, bytes: b };
             prop_assert_eq!(Range::decode(&range.encode()), range);
-            let done = Done { refused: odd, frame: a };
-            prop_assert_eq!(Done::decode(&done.encode()), Some(done));
+            let done = FrameReply { refused: odd, frame: a };
+            prop_assert_eq!(FrameReply::decode(&done.encode()), Some(done));
         }
     }
 }

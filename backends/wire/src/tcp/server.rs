@@ -1,14 +1,14 @@
 //! The passive end: an accepting thread, a thread per stream, and a fence around each region.
 
 use super::TcpConfig;
-use super::inbox::Inbox;
+use super::inbox::ReceiveBuffer;
 use super::protocol::{TcpHello, Welcome};
 use super::serve::{say, serve};
 use crate::answer::GrantStatus;
 use crate::pending::{PendingStream, PendingStreams};
 use crate::pinned::PinnedRange;
 use crate::region::range;
-use crate::regions::{FencedRegion, Regions};
+use crate::regions::{FencedRegion, RegionTable};
 use crate::security::Security;
 use crate::service::ServiceThread;
 use crate::stream::SecureStream;
@@ -122,8 +122,8 @@ impl FencedRegion for TcpRegion {
 }
 
 /// State shared by the threads.
-struct Shared {
-    regions: Arc<Regions<TcpRegion>>,
+struct TcpServerState {
+    regions: Arc<RegionTable<TcpRegion>>,
     pending: PendingStreams,
     streams: AtomicUsize,
     streams_max: usize,
@@ -132,16 +132,16 @@ struct Shared {
 }
 
 /// Counts a thread for as long as it runs.
-struct Count<'a>(&'a AtomicUsize);
+struct ThreadCount<'a>(&'a AtomicUsize);
 
-impl<'a> Count<'a> {
+impl<'a> ThreadCount<'a> {
     fn new(counter: &'a AtomicUsize) -> Self {
         counter.fetch_add(1, Ordering::Relaxed);
-        Count(counter)
+        ThreadCount(counter)
     }
 }
 
-impl Drop for Count<'_> {
+impl Drop for ThreadCount<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -149,7 +149,7 @@ impl Drop for Count<'_> {
 
 /// The accepting thread, and the regions that peers may access.
 pub(super) struct TcpServer {
-    pub(super) regions: Arc<Regions<TcpRegion>>,
+    pub(super) regions: Arc<RegionTable<TcpRegion>>,
     /// The bound address.
     pub(super) address: SocketAddr,
     thread: Option<ServiceThread>,
@@ -163,8 +163,8 @@ impl TcpServer {
         let listener = TcpListener::bind(config.listen).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let regions = Arc::new(Regions::new()?);
-        let shared = Arc::new(Shared {
+        let regions = Arc::new(RegionTable::new()?);
+        let shared = Arc::new(TcpServerState {
             regions: regions.clone(),
             pending: PendingStreams::default(),
             streams: AtomicUsize::new(0),
@@ -185,13 +185,13 @@ impl Drop for TcpServer {
     }
 }
 
-impl Shared {
+impl TcpServerState {
     /// Attaches a stream to the region it asks for. Nothing that it sends before its key has been verified is
     /// used for anything else.
     fn receive(&self, socket: TcpStream, pending_stream: PendingStream) -> io::Result<()> {
         let deadline = Instant::now() + HELLO_TIMEOUT;
         let mut link = self.security.welcome(socket, self.silence, deadline)?;
-        let mut inbox = Inbox::new();
+        let mut inbox = ReceiveBuffer::new();
         let hello: [u8; TcpHello::BYTES] = inbox.take_by(&mut link, deadline)?;
         let Some(hello) = TcpHello::decode(&hello) else {
             return welcome(&mut link, GrantStatus::Version, 0);
@@ -204,7 +204,7 @@ impl Shared {
         if self.streams.load(Ordering::Relaxed) >= self.streams_max {
             return welcome(&mut link, GrantStatus::Exhausted, 0);
         }
-        let _stream = Count::new(&self.streams);
+        let _stream = ThreadCount::new(&self.streams);
         drop(pending_stream);
         welcome(&mut link, GrantStatus::granted(user.access()), user.region.bytes)?;
         link.socket().set_read_timeout(None)?;
@@ -219,7 +219,7 @@ fn welcome(link: &mut SecureStream, answer: GrantStatus, bytes: u64) -> io::Resu
 }
 
 /// Spawns a thread for every stream, until `woken` closes.
-fn accept(listener: &TcpListener, woken: &UnixStream, shared: &Arc<Shared>) {
+fn accept(listener: &TcpListener, woken: &UnixStream, shared: &Arc<TcpServerState>) {
     loop {
         let mut entries = [crate::poll::readable(woken), crate::poll::readable(listener)];
         if crate::poll::wait(&mut entries, None).is_err() || entries[0].revents != 0 {

@@ -1,8 +1,8 @@
 //! The active end of one stream.
 
-use super::inbox::Inbox;
-use super::parts::Parts;
-use super::protocol::Done;
+use super::inbox::ReceiveBuffer;
+use super::parts::IovecQueue;
+use super::protocol::FrameReply;
 use crate::stream::SecureStream;
 use std::collections::VecDeque;
 use std::io;
@@ -14,9 +14,9 @@ pub(super) struct Frame {
     /// The encoded header and ranges; the frame number is filled in when the frame is sent.
     pub(super) words: Vec<u8>,
     /// The bytes to send, for a write.
-    pub(super) payload: Parts,
+    pub(super) payload: IovecQueue,
     /// The destination, for a read.
-    pub(super) into: Parts,
+    pub(super) into: IovecQueue,
 }
 
 impl Frame {
@@ -30,26 +30,26 @@ impl Frame {
 struct Going {
     /// Keeps alive the bytes that `parts` begins with.
     _words: Vec<u8>,
-    parts: Parts,
+    parts: IovecQueue,
 }
 
 /// A frame whose reply has not fully arrived.
-struct Awaited {
+struct AwaitedReply {
     batch: u64,
     frame: u64,
     bytes: u64,
     /// The part of `bytes` that comes with the reply.
     coming: u64,
-    into: Parts,
+    into: IovecQueue,
 }
 
 /// One stream with its frames in flight.
 pub(super) struct FrameStream {
     link: SecureStream,
-    inbox: Inbox,
+    inbox: ReceiveBuffer,
     going: Option<Going>,
-    awaited: VecDeque<Awaited>,
-    /// Whether the `Done` of the first awaited frame has arrived.
+    awaited: VecDeque<AwaitedReply>,
+    /// Whether the `FrameReply` of the first awaited frame has arrived.
     answered: bool,
     frames: u64,
     /// Bytes of all awaited frames.
@@ -74,7 +74,7 @@ const DISCARD_BYTES: usize = 64 * 1024;
 
 impl FrameStream {
     /// Wraps `link`, which no longer blocks and has completed its hello.
-    pub(super) fn new(link: SecureStream, inbox: Inbox, window_bytes: u64) -> Self {
+    pub(super) fn new(link: SecureStream, inbox: ReceiveBuffer, window_bytes: u64) -> Self {
         let (going, awaited, answered) = (None, VecDeque::new(), false);
         let (full, watched) = (false, false);
         let (frames, bytes, coming) = (0, 0, 0);
@@ -162,7 +162,7 @@ impl FrameStream {
         frame.words[FRAME_AT..FRAME_AT + 8].copy_from_slice(&self.frames.to_le_bytes());
         let bytes = frame.bytes();
         let coming = frame.into.bytes();
-        self.awaited.push_back(Awaited {
+        self.awaited.push_back(AwaitedReply {
             batch: frame.batch,
             frame: self.frames,
             bytes,
@@ -173,7 +173,7 @@ impl FrameStream {
         self.coming += coming;
         self.frames += 1;
         self.assert_window();
-        let mut parts = Parts::default();
+        let mut parts = IovecQueue::default();
         parts.push(frame.words.as_mut_ptr(), frame.words.len() as u64);
         parts.append(frame.payload);
         self.going = Some(Going { _words: frame.words, parts });
@@ -190,11 +190,15 @@ impl FrameStream {
     fn receive_all(&mut self, landed: &mut dyn FnMut(u64)) -> io::Result<()> {
         loop {
             if !self.answered {
-                let done = Done::decode(&self.inbox.take(&mut self.link)?);
+                let done = FrameReply::decode(&self.inbox.take(&mut self.link)?);
                 let expected = self.awaited.front().map(|awaited| awaited.frame);
                 match done {
-                    Some(Done { refused: false, frame }) if Some(frame) == expected => self.answered = true,
-                    Some(Done { refused: true, .. }) => return Err(broken("the owner refused a frame")),
+                    Some(FrameReply { refused: false, frame }) if Some(frame) == expected => {
+                        self.answered = true
+                    }
+                    Some(FrameReply { refused: true, .. }) => {
+                        return Err(broken("the owner refused a frame"));
+                    }
                     _ => return Err(broken("the owner answered a frame that was not sent")),
                 }
             }
@@ -225,7 +229,7 @@ impl FrameStream {
         for awaited in self.awaited.iter_mut().filter(|awaited| awaited.batch == batch) {
             nowhere.resize(DISCARD_BYTES, 0);
             let mut left = awaited.into.bytes();
-            awaited.into = Parts::default();
+            awaited.into = IovecQueue::default();
             while left > 0 {
                 let bytes = left.min(DISCARD_BYTES as u64);
                 awaited.into.push(nowhere.as_mut_ptr(), bytes);

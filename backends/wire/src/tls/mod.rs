@@ -77,7 +77,7 @@ struct Current {
     configs: Configs,
     /// Number of times the files have been reloaded.
     generation: u64,
-    stamps: Vec<Stamp>,
+    stamps: Vec<TlsFileStamp>,
     looked: Instant,
     /// Whether the unusable files have been reported.
     is_said: bool,
@@ -118,7 +118,7 @@ impl RevocationWatch {
 }
 
 /// A file's length, modification time and inode; a difference in any means that the file was replaced.
-type Stamp = (u64, Option<SystemTime>, u64);
+type TlsFileStamp = (u64, Option<SystemTime>, u64);
 
 impl std::fmt::Debug for TlsIdentity {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -132,7 +132,7 @@ impl TlsFiles {
         needed.into_iter().chain(self.revoked.as_ref()).map(PathBuf::as_path)
     }
 
-    fn stamps(&self) -> Vec<Stamp> {
+    fn stamps(&self) -> Vec<TlsFileStamp> {
         let stamp = |path: &Path| {
             use std::os::unix::fs::MetadataExt;
             let meta = std::fs::metadata(path).ok();
@@ -250,7 +250,7 @@ impl TlsIdentity {
 }
 
 impl Current {
-    fn new(configs: Configs, stamps: Vec<Stamp>) -> Self {
+    fn new(configs: Configs, stamps: Vec<TlsFileStamp>) -> Self {
         Current { configs, generation: 0, stamps, looked: Instant::now(), is_said: false }
     }
 

@@ -20,25 +20,25 @@ pub(super) fn shake(
 ) -> io::Result<SecureStream> {
     connection.set_buffer_limit(Some(AHEAD_BYTES));
     while connection.is_handshaking() {
-        connection.complete_io(&mut Timed { socket: &socket, deadline })?;
+        connection.complete_io(&mut DeadlineSocket { socket: &socket, deadline })?;
     }
     Ok(SecureStream::tls(socket, TlsSession::new(connection, identity)))
 }
 
 /// A blocking socket with a total deadline, however slowly the peer's bytes trickle in.
-struct Timed<'a> {
+struct DeadlineSocket<'a> {
     socket: &'a TcpStream,
     deadline: Instant,
 }
 
-impl Read for Timed<'_> {
+impl Read for DeadlineSocket<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         self.socket.set_read_timeout(Some(remaining(self.deadline)?))?;
         self.socket.read(buffer)
     }
 }
 
-impl Write for Timed<'_> {
+impl Write for DeadlineSocket<'_> {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
         self.socket.set_write_timeout(Some(remaining(self.deadline)?))?;
         self.socket.write(buffer)

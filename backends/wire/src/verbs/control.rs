@@ -6,7 +6,7 @@
 mod authority;
 
 use super::offer::{ConnectReply, ConnectRequest};
-use super::owner::Owner;
+use super::owner::VerbsOwner;
 use super::wait_readable;
 use crate::security::Security;
 use crate::service::ServiceThread;
@@ -31,7 +31,7 @@ const PENDING_MAX: usize = 64;
 
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Reply {
+enum ControlReply {
     Answer(ConnectReply),
     /// There is no such region.
     Closed(String),
@@ -71,9 +71,9 @@ pub(crate) fn ask(
         }
     }
     match serde_json::from_slice(&reply).map_err(|e| failed("not an answer", peer, e))? {
-        Reply::Answer(answer) => Ok((answer, stream)),
-        Reply::Closed(why) => Err(Error::new(ErrorKind::Closed, format!("{peer} says: {why}"))),
-        Reply::Refused(why) => Err(Error::unsupported(format!("{peer} says: {why}"))),
+        ControlReply::Answer(answer) => Ok((answer, stream)),
+        ControlReply::Closed(why) => Err(Error::new(ErrorKind::Closed, format!("{peer} says: {why}"))),
+        ControlReply::Refused(why) => Err(Error::unsupported(format!("{peer} says: {why}"))),
     }
 }
 
@@ -96,13 +96,13 @@ fn read_some(stream: &mut SecureStream, line: &mut Vec<u8>) -> io::Result<()> {
 }
 
 /// Answers requests until it is dropped, on one thread for all peers.
-pub(crate) struct Listener {
+pub(crate) struct ControlListener {
     pub(crate) address: SocketAddr,
     _thread: ServiceThread,
 }
 
-impl Listener {
-    pub(crate) fn new(address: SocketAddr, security: Security, owner: Arc<Owner>) -> io::Result<Self> {
+impl ControlListener {
+    pub(crate) fn new(address: SocketAddr, security: Security, owner: Arc<VerbsOwner>) -> io::Result<Self> {
         let listener = TcpListener::bind(address)?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
@@ -113,7 +113,7 @@ impl Listener {
                 server.run();
             }
         };
-        Ok(Listener { address, _thread: ServiceThread::spawn("rdma-control", serve)? })
+        Ok(ControlListener { address, _thread: ServiceThread::spawn("rdma-control", serve)? })
     }
 }
 
@@ -121,17 +121,17 @@ struct Server {
     listener: TcpListener,
     stopped: UnixStream,
     security: Security,
-    owner: Arc<Owner>,
-    connections: Vec<Connection>,
+    owner: Arc<VerbsOwner>,
+    connections: Vec<ControlConnection>,
 }
 
-struct Connection {
+struct ControlConnection {
     stream: SecureStream,
     line: Vec<u8>,
-    state: State,
+    state: ControlState,
 }
 
-enum State {
+enum ControlState {
     /// Has not sent its request, which is due at this time.
     Pending(Instant),
     /// Has this RDMA connection.
@@ -153,14 +153,14 @@ impl Server {
             for connection in &mut self.connections {
                 connection.serve(&self.owner);
             }
-            self.connections.retain(|connection| !matches!(connection.state, State::Ended));
+            self.connections.retain(|connection| !matches!(connection.state, ControlState::Ended));
         }
     }
 
     /// Returns the time until the first pending connection is due.
     fn longest_sleep(&self) -> Duration {
         let deadlines = self.connections.iter().filter_map(|connection| match connection.state {
-            State::Pending(deadline) => Some(deadline),
+            ControlState::Pending(deadline) => Some(deadline),
             _ => None,
         });
         let first = deadlines.min().map(|deadline| deadline.saturating_duration_since(Instant::now()));
@@ -170,48 +170,49 @@ impl Server {
 
     fn welcome(&mut self) {
         while let Ok((stream, _)) = self.listener.accept() {
-            let strangers = self.connections.iter().filter(|c| matches!(c.state, State::Pending(_))).count();
+            let strangers =
+                self.connections.iter().filter(|c| matches!(c.state, ControlState::Pending(_))).count();
             if strangers >= PENDING_MAX || stream.set_nonblocking(true).is_err() {
                 continue;
             }
             if let Ok(stream) = self.security.begin_accept(stream) {
-                let state = State::Pending(Instant::now() + PATIENCE);
-                self.connections.push(Connection { stream, line: Vec::new(), state });
+                let state = ControlState::Pending(Instant::now() + PATIENCE);
+                self.connections.push(ControlConnection { stream, line: Vec::new(), state });
             }
         }
     }
 }
 
-impl Connection {
-    fn serve(&mut self, owner: &Owner) {
+impl ControlConnection {
+    fn serve(&mut self, owner: &VerbsOwner) {
         let read = read_some(&mut self.stream, &mut self.line);
         // a handshake message or an alert, which fits the empty socket buffer
         let _ = self.stream.flush();
         match self.state {
-            State::Pending(_) if self.line.ends_with(b"\n") => {
+            ControlState::Pending(_) if self.line.ends_with(b"\n") => {
                 let (reply, state) = self.reply(owner);
                 let text = serde_json::to_vec(&reply).unwrap_or_default();
                 // fits the empty socket buffer; a peer that is gone shows at the next read
                 let sent = self.stream.write_all(&[&text[..], b"\n"].concat());
                 self.state = state;
-                if let (Err(_), State::Open(way)) = (sent, &self.state) {
+                if let (Err(_), ControlState::Open(way)) = (sent, &self.state) {
                     owner.close(*way);
-                    self.state = State::Ended;
+                    self.state = ControlState::Ended;
                 }
             }
-            State::Pending(deadline) if read.is_err() || Instant::now() >= deadline => {
-                self.state = State::Ended;
+            ControlState::Pending(deadline) if read.is_err() || Instant::now() >= deadline => {
+                self.state = ControlState::Ended;
             }
-            State::Open(way) if read.is_err() => {
+            ControlState::Open(way) if read.is_err() => {
                 owner.close(way);
-                self.state = State::Ended;
+                self.state = ControlState::Ended;
             }
-            State::Open(_) => self.line.clear(),
-            State::Pending(_) | State::Ended => {}
+            ControlState::Open(_) => self.line.clear(),
+            ControlState::Pending(_) | ControlState::Ended => {}
         }
     }
 
-    fn reply(&self, owner: &Owner) -> (Reply, State) {
+    fn reply(&self, owner: &VerbsOwner) -> (ControlReply, ControlState) {
         let accepted = serde_json::from_slice::<ConnectRequest>(&self.line)
             .map_err(|error| Error::invalid(format!("this is not an offer: {error}")))
             .and_then(|offer| {
@@ -223,9 +224,11 @@ impl Connection {
                 owner.accept(&offer, Some(control))
             });
         match accepted {
-            Ok((answer, way)) => (Reply::Answer(answer), State::Open(way)),
-            Err(error) if error.kind == ErrorKind::Closed => (Reply::Closed(error.detail), State::Ended),
-            Err(error) => (Reply::Refused(error.detail), State::Ended),
+            Ok((answer, way)) => (ControlReply::Answer(answer), ControlState::Open(way)),
+            Err(error) if error.kind == ErrorKind::Closed => {
+                (ControlReply::Closed(error.detail), ControlState::Ended)
+            }
+            Err(error) => (ControlReply::Refused(error.detail), ControlState::Ended),
         }
     }
 }
@@ -257,7 +260,8 @@ mod tests {
     /// Returns the reply of an owner without regions to `asks`, which has its own security.
     fn answer(owner: &Security, asks: &Security) -> Error {
         let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
-        let listener = Listener::new(loopback, owner.clone(), Arc::new(Owner::new(vec![]))).unwrap();
+        let listener =
+            ControlListener::new(loopback, owner.clone(), Arc::new(VerbsOwner::new(vec![]))).unwrap();
         let offer = ConnectRequest { version: VERSION, key: "0".repeat(32), epoch: 3, rails: vec![] };
         ask(listener.address, asks, &offer).err().expect("there is no region")
     }

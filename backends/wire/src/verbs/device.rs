@@ -7,7 +7,7 @@ use std::io;
 use std::net::Ipv6Addr;
 
 /// An opened device with a protection domain and its first active port.
-pub(crate) struct Nic {
+pub(crate) struct VerbsNic {
     pub(crate) name: String,
     pub(crate) context: *mut ffi::ibv_context,
     pub(crate) domain: *mut ffi::ibv_pd,
@@ -21,14 +21,14 @@ pub(crate) struct Nic {
 }
 
 // SAFETY: libibverbs locks inside; a context and a domain may be used from any thread.
-unsafe impl Send for Nic {}
+unsafe impl Send for VerbsNic {}
 // SAFETY: as above.
-unsafe impl Sync for Nic {}
+unsafe impl Sync for VerbsNic {}
 
-impl Nic {
+impl VerbsNic {
     /// Opens the named devices in this order, or all if no name is given, and returns the reasons for those
     /// that could not be used.
-    pub(crate) fn open_all(names: &[String]) -> (Vec<Nic>, Vec<String>) {
+    pub(crate) fn open_all(names: &[String]) -> (Vec<VerbsNic>, Vec<String>) {
         let list = match List::new() {
             Ok(list) => list,
             Err(why) => return (Vec::new(), vec![why]),
@@ -55,7 +55,7 @@ impl Nic {
     }
 }
 
-impl Drop for Nic {
+impl Drop for VerbsNic {
     fn drop(&mut self) {
         // SAFETY: all that was made from them holds this value, so it is gone by now. A failure would leave
         // them to the end of the process.
@@ -99,7 +99,7 @@ impl List {
         self.devices().map(|(name, _)| name).collect()
     }
 
-    fn open(&self, name: &str) -> Result<Nic, String> {
+    fn open(&self, name: &str) -> Result<VerbsNic, String> {
         let (_, device) = self
             .devices()
             .find(|(known, _)| known == name)
@@ -110,7 +110,7 @@ impl List {
             let error = io::Error::last_os_error();
             return Err(format!("does not open: {error}; /dev/infiniband must be accessible"));
         }
-        let opened = Context(context);
+        let opened = ContextGuard(context);
         let mut limits = ffi::ibv_device_attr::default();
         // SAFETY: an open context, and a struct that the call fills.
         check(unsafe { ffi::ibv_query_device(context, &mut limits) })
@@ -123,7 +123,7 @@ impl List {
         }
         std::mem::forget(opened);
         let depth_max = u32::try_from(limits.max_qp_wr).unwrap_or(0).max(1);
-        Ok(Nic { name: name.into(), context, domain, port_number, port, gid_indices, depth_max })
+        Ok(VerbsNic { name: name.into(), context, domain, port_number, port, gid_indices, depth_max })
     }
 }
 
@@ -134,10 +134,10 @@ impl Drop for List {
     }
 }
 
-/// Closes a context that did not become a [`Nic`].
-struct Context(*mut ffi::ibv_context);
+/// Closes a context that did not become a [`VerbsNic`].
+struct ContextGuard(*mut ffi::ibv_context);
 
-impl Drop for Context {
+impl Drop for ContextGuard {
     fn drop(&mut self) {
         // SAFETY: open, and nothing was made from it.
         unsafe { ffi::ibv_close_device(self.0) };

@@ -1,8 +1,8 @@
 //! The active end of an RDMA connection.
 
-use super::device::Nic;
+use super::device::VerbsNic;
 use super::offer::{AcceptedRail, ConnectReply, QueuePairAddress};
-use super::queue::{Channel, Completions, QueuePair, Registration, Request, Route};
+use super::queue::{Channel, Completions, QueuePair, QueuePairRoute, VerbsRegistration, WorkRequest};
 use super::{Local, VerbsOptions, status};
 use crate::one_sided::{Batches, Carrier, Direction, OneSided, Reach};
 use crate::stream::SecureStream;
@@ -39,19 +39,19 @@ pub struct RdmaCarrier {
 
 /// The part of a connection that uses one NIC.
 struct Rail {
-    nic: Arc<Nic>,
-    lanes: Vec<Lane>,
+    nic: Arc<VerbsNic>,
+    lanes: Vec<QueuePairLane>,
     channel: Arc<Channel>,
-    local: Arc<Registration>,
+    local: Arc<VerbsRegistration>,
     remote_key: u32,
     /// Device, kind of address and MTU, for display.
     details: String,
 }
 
 /// One queue pair with its pending work.
-struct Lane {
+struct QueuePairLane {
     queue_pair: QueuePair,
-    waiting: VecDeque<(u64, Request)>,
+    waiting: VecDeque<(u64, WorkRequest)>,
     /// Chains in flight, in order: the batch and the number of requests.
     flying: VecDeque<(u64, usize)>,
     in_flight: usize,
@@ -60,15 +60,20 @@ struct Lane {
 
 /// Queue pairs of one NIC that are not yet connected.
 pub(crate) struct HalfRail {
-    nic: Arc<Nic>,
+    nic: Arc<VerbsNic>,
     channel: Arc<Channel>,
-    local: Arc<Registration>,
+    local: Arc<VerbsRegistration>,
     queue_pairs: Vec<QueuePair>,
     depth: u32,
 }
 
 impl HalfRail {
-    pub(crate) fn new(nic: &Arc<Nic>, local: Arc<Registration>, count: usize, depth: u32) -> Result<Self> {
+    pub(crate) fn new(
+        nic: &Arc<VerbsNic>,
+        local: Arc<VerbsRegistration>,
+        count: usize,
+        depth: u32,
+    ) -> Result<Self> {
         let channel = Arc::new(Channel::new(nic)?);
         let one = || {
             // flushing a broken queue pair reports every request
@@ -86,7 +91,7 @@ impl HalfRail {
     fn join(self, answer: &AcceptedRail) -> Result<Rail> {
         let HalfRail { nic, channel, local, queue_pairs, depth } = self;
         let path = &answer.path;
-        let route = Route {
+        let route = QueuePairRoute {
             ours: path.active,
             theirs: path.owner,
             lid: answer.lid,
@@ -100,7 +105,7 @@ impl HalfRail {
         let join = |(queue_pair, there): (QueuePair, &QueuePairAddress)| {
             queue_pair.join(*there, &route)?;
             let (waiting, flying) = (VecDeque::new(), VecDeque::new());
-            Ok(Lane { queue_pair, waiting, flying, in_flight: 0, depth: depth as usize })
+            Ok(QueuePairLane { queue_pair, waiting, flying, in_flight: 0, depth: depth as usize })
         };
         let lanes = queue_pairs.into_iter().zip(&answer.queues).map(join).collect::<Result<_>>()?;
         let details = format!("{} by {}, MTU {}", nic.name, path.active.kind, route.mtu_bytes);
@@ -108,14 +113,15 @@ impl HalfRail {
     }
 }
 
-impl Lane {
+impl QueuePairLane {
     /// Posts pending work as far as there is room.
     fn pump(&mut self, local_key: u32, remote_key: u32) -> Result<()> {
         while self.in_flight < self.depth {
             let Some(&(batch, _)) = self.waiting.front() else { return Ok(()) };
             let room = CHAIN.min(self.depth - self.in_flight);
             let of_batch = self.waiting.iter().take(room).take_while(|(other, _)| *other == batch).count();
-            let chain: Vec<Request> = self.waiting.drain(..of_batch).map(|(_, request)| request).collect();
+            let chain: Vec<WorkRequest> =
+                self.waiting.drain(..of_batch).map(|(_, request)| request).collect();
             self.queue_pair.post(&chain, batch, local_key, remote_key)?;
             self.in_flight += of_batch;
             self.flying.push_back((batch, of_batch));
@@ -177,7 +183,7 @@ impl RdmaCarrier {
     }
 
     /// Returns the next queue pair in turn, alternating between rails first.
-    fn lane(&mut self) -> &mut Lane {
+    fn lane(&mut self) -> &mut QueuePairLane {
         let rails = self.rails.len();
         let rail = &mut self.rails[self.turn % rails];
         let lanes = rail.lanes.len();
@@ -263,7 +269,7 @@ impl Carrier for RdmaCarrier {
             for at in (0..piece.bytes).step_by(to_usize(self.slice_bytes)) {
                 let bytes = to_u32(self.slice_bytes.min(piece.bytes - at));
                 let (local, remote) = (here + piece.local + at, there + piece.remote + at);
-                let request = Request { opcode, local, remote, bytes, immediate: 0 };
+                let request = WorkRequest { opcode, local, remote, bytes, immediate: 0 };
                 self.lane().waiting.push_back((batch, request));
                 count += 1;
                 self.turn += usize::from(notice.is_none());
@@ -271,7 +277,7 @@ impl Carrier for RdmaCarrier {
         }
         if let Some(immediate) = notice {
             let opcode = opcode::IBV_WR_RDMA_WRITE_WITH_IMM;
-            let request = Request { opcode, local: here, remote: there, bytes: 0, immediate };
+            let request = WorkRequest { opcode, local: here, remote: there, bytes: 0, immediate };
             self.lane().waiting.push_back((batch, request));
             count += 1;
             self.turn += 1;

@@ -24,8 +24,8 @@ use crate::key::RegionKey;
 use crate::pinned::PinnedRange;
 use crate::poll;
 use crate::security::Security;
-use control::Listener;
-use device::Nic;
+use control::ControlListener;
+use device::VerbsNic;
 pub use endpoint::VerbsEndpoint;
 use endpoint::{HalfRail, RdmaCarrier};
 use ibverbs_sys::ibv_access_flags;
@@ -33,9 +33,9 @@ use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{Descriptor, Endpoint, RemoteAccess, Transport};
 use mixfleet_hal::{Absent, Error, ErrorKind, Result};
 use offer::{ConnectReply, ConnectRequest, RequestedRail};
-use owner::Owner;
+use owner::VerbsOwner;
 pub(crate) use pipe::VerbsPipe;
-use queue::Registration;
+use queue::VerbsRegistration;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -84,8 +84,8 @@ impl Default for VerbsOptions {
 /// The RDMA transport, using libibverbs.
 pub struct Verbs {
     // stops first, since it answers on behalf of the owner
-    listener: Option<Listener>,
-    owner: Arc<Owner>,
+    listener: Option<ControlListener>,
+    owner: Arc<VerbsOwner>,
     /// Memories that endpoints send from, by address and length; endpoints of one memory share its
     /// registrations.
     local: Mutex<BTreeMap<(usize, u64), Weak<Local>>>,
@@ -94,13 +94,13 @@ pub struct Verbs {
 
 /// Local memory, with its registration on each NIC.
 pub(crate) struct Local {
-    registrations: Vec<Arc<Registration>>,
+    registrations: Vec<Arc<VerbsRegistration>>,
     place: Arc<PinnedRange>,
 }
 
 /// The decoded address of a descriptor.
 #[derive(Serialize, Deserialize)]
-struct Address {
+struct VerbsAddress {
     key: String,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     listen: Option<SocketAddr>,
@@ -131,7 +131,7 @@ impl HalfOpen {
 
 /// A peer's accepted connection to a region. It closes on drop, or with the region.
 pub struct Accepted {
-    owner: Arc<Owner>,
+    owner: Arc<VerbsOwner>,
     way: u64,
 }
 
@@ -158,14 +158,14 @@ impl Verbs {
                  {slice_bytes} bytes (1 to 1 GiB) cannot be"
             )));
         }
-        let (nics, reasons) = Nic::open_all(&options.devices);
+        let (nics, reasons) = VerbsNic::open_all(&options.devices);
         if nics.is_empty() {
             return Err(Absent::new(format!("no RDMA device can be used: {}", reasons.join("; "))));
         }
-        let owner = Arc::new(Owner::new(nics.into_iter().map(Arc::new).collect()));
+        let owner = Arc::new(VerbsOwner::new(nics.into_iter().map(Arc::new).collect()));
         let listen = |address| {
             options.security.check(&address).map_err(|error| Absent::new(format!("RDMA: {error}")))?;
-            Listener::new(address, options.security.clone(), owner.clone())
+            ControlListener::new(address, options.security.clone(), owner.clone())
                 .map_err(|error| Absent::new(format!("RDMA: cannot listen on {address}: {error}")))
         };
         let listener = options.listen.map(listen).transpose()?;
@@ -185,7 +185,7 @@ impl Verbs {
         let address = address(region)?;
         let local = self.local(local)?;
         let VerbsOptions { queue_pairs, depth, .. } = self.options;
-        let make = |(nic, registration): (&Arc<Nic>, &Arc<Registration>)| {
+        let make = |(nic, registration): (&Arc<VerbsNic>, &Arc<VerbsRegistration>)| {
             HalfRail::new(nic, registration.clone(), queue_pairs, depth.min(nic.depth_max))
         };
         let halves: Vec<HalfRail> =
@@ -258,7 +258,7 @@ impl Verbs {
         if let Some(found) = cache.get(&key).and_then(Weak::upgrade) {
             return Ok(found);
         }
-        let on = |nic| Registration::new(nic, &place, ibv_access_flags(0)).map(Arc::new);
+        let on = |nic| VerbsRegistration::new(nic, &place, ibv_access_flags(0)).map(Arc::new);
         let registrations = self.owner.nics.iter().map(on).collect::<Result<_>>()?;
         let local = Arc::new(Local { registrations, place });
         cache.insert(key, Arc::downgrade(&local));
@@ -273,7 +273,7 @@ impl Drop for Verbs {
     }
 }
 
-fn address(region: &Descriptor) -> Result<Address> {
+fn address(region: &Descriptor) -> Result<VerbsAddress> {
     let found = if region.transport == NAME { serde_json::from_str(&region.address).ok() } else { None };
     found.ok_or_else(|| {
         let transport = &region.transport;
@@ -300,7 +300,7 @@ impl Transport for Verbs {
         let bytes = memory.size_bytes();
         let (key, epoch) = self.owner.register(memory, access)?;
         let listen = self.listener.as_ref().map(|listener| listener.address);
-        let address = serde_json::to_string(&Address { key: key.to_hex(), listen })
+        let address = serde_json::to_string(&VerbsAddress { key: key.to_hex(), listen })
             .map_err(|error| Error::new(ErrorKind::Other, format!("an address without text: {error}")))?;
         Ok(Descriptor { transport: NAME.into(), address, epoch, bytes })
     }
@@ -331,7 +331,7 @@ pub(crate) fn check_words(bytes: &[u8]) {
                 path.is_none_or(|path| path.active.kind == path.owner.kind && path.reads <= active.reads_out)
             );
         }
-        assert!(Owner::new(Vec::new()).accept(&offer, None).is_err());
+        assert!(VerbsOwner::new(Vec::new()).accept(&offer, None).is_err());
     }
     if let Ok(answer) = serde_json::from_slice::<ConnectReply>(bytes) {
         let text = serde_json::to_vec(&answer).unwrap_or_default();

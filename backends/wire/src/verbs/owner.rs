@@ -1,11 +1,11 @@
 //! The passive end: registered regions, and the queue pairs through which peers access them.
 
-use super::device::Nic;
+use super::device::VerbsNic;
 use super::offer::{AcceptedRail, ConnectReply, ConnectRequest, Path, QueuePairAddress, VERSION};
-use super::queue::{Channel, Completions, QueuePair, Registration, Route};
+use super::queue::{Channel, Completions, QueuePair, QueuePairRoute, VerbsRegistration};
 use crate::key::RegionKey;
 use crate::pinned::PinnedRange;
-use crate::regions::{FencedRegion, Regions, not_registered};
+use crate::regions::{FencedRegion, RegionTable, not_registered};
 use ibverbs_sys::{ibv_access_flags as access_flags, ibv_wc_opcode, ibv_wc_status};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::RemoteAccess;
@@ -22,9 +22,9 @@ const NOTICES: u32 = 64;
 const QUEUES_MAX: usize = 64;
 
 /// All regions of a transport.
-pub(crate) struct Owner {
-    pub(crate) nics: Vec<Arc<Nic>>,
-    pub(crate) regions: Regions<VerbsRegion>,
+pub(crate) struct VerbsOwner {
+    pub(crate) nics: Vec<Arc<VerbsNic>>,
+    pub(crate) regions: RegionTable<VerbsRegion>,
     next_way: AtomicU64,
 }
 
@@ -41,7 +41,7 @@ pub(crate) struct VerbsRegion {
 struct OpenRegion {
     ways: BTreeMap<u64, PeerConnection>,
     /// Empty once the region has ended.
-    registrations: Vec<Registration>,
+    registrations: Vec<VerbsRegistration>,
     inbox: Vec<Arc<Channel>>,
     unread: VecDeque<u32>,
     /// How the region ended, once it has.
@@ -82,7 +82,8 @@ impl FencedRegion for VerbsRegion {
             return outcome.clone();
         }
         open.ways.clear();
-        let outcome = std::mem::take(&mut open.registrations).into_iter().try_for_each(Registration::end);
+        let outcome =
+            std::mem::take(&mut open.registrations).into_iter().try_for_each(VerbsRegistration::end);
         open.ended = Some(outcome.clone());
         outcome
     }
@@ -94,9 +95,9 @@ fn flags(access: RemoteAccess) -> access_flags {
         | may(access.may_read(), access_flags::IBV_ACCESS_REMOTE_READ)
 }
 
-impl Owner {
-    pub(crate) fn new(nics: Vec<Arc<Nic>>) -> Self {
-        Owner { nics, regions: Regions::default(), next_way: AtomicU64::new(0) }
+impl VerbsOwner {
+    pub(crate) fn new(nics: Vec<Arc<VerbsNic>>) -> Self {
+        VerbsOwner { nics, regions: RegionTable::default(), next_way: AtomicU64::new(0) }
     }
 
     /// Registers `memory` on all NICs and returns its key and epoch. Memory that is already registered gets
@@ -108,7 +109,7 @@ impl Owner {
     ) -> Result<(RegionKey, u64)> {
         let place = Arc::new(PinnedRange::new(memory.clone())?);
         self.regions.add(&memory, || {
-            let on = |nic: &Arc<Nic>| Registration::new(nic, &place, flags(access));
+            let on = |nic: &Arc<VerbsNic>| VerbsRegistration::new(nic, &place, flags(access));
             let registrations = self.nics.iter().map(on).collect::<Result<_>>()?;
             let inbox = self.nics.iter().map(|nic| Channel::new(nic).map(Arc::new)).collect::<Result<_>>()?;
             let (ways, unread) = Default::default();
@@ -150,7 +151,7 @@ impl Owner {
             };
             let Some((at, path)) = free.iter().enumerate().find_map(fits) else { continue };
             let Some((offered, rail)) = free.remove(at) else { continue };
-            let route = Route {
+            let route = QueuePairRoute {
                 ours: path.owner,
                 theirs: path.active,
                 lid: rail.port.lid,
@@ -221,10 +222,10 @@ impl Owner {
 /// Creates and connects the counterparts of `theirs`. Each has its own completion queue, so that one peer
 /// cannot fill another's.
 fn join(
-    nic: &Arc<Nic>,
+    nic: &Arc<VerbsNic>,
     inbox: &Arc<Channel>,
     theirs: &[QueuePairAddress],
-    route: &Route,
+    route: &QueuePairRoute,
     remote: access_flags,
 ) -> Result<Vec<QueuePair>> {
     if theirs.is_empty() || theirs.len() > QUEUES_MAX {

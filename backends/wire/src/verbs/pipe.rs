@@ -60,9 +60,9 @@ enum RdmaLine {
 /// One end of such a connection.
 pub(crate) struct VerbsPipe {
     // dropped in this order: nobody writes before the memory is released
-    sending: Mutex<Sending>,
+    sending: Mutex<PipeSender>,
     _accepted: Accepted,
-    reading: Mutex<Reading>,
+    reading: Mutex<PipeReader>,
     verbs: Verbs,
     key: RegionKey,
     epoch: u64,
@@ -78,7 +78,7 @@ pub(crate) struct VerbsPipe {
     is_closed: AtomicBool,
 }
 
-struct Sending {
+struct PipeSender {
     endpoint: VerbsEndpoint,
     staged: Arc<HostRegion>,
     /// Bytes, and writes, so far.
@@ -87,7 +87,7 @@ struct Sending {
     flying: VecDeque<TransferId>,
 }
 
-struct Reading {
+struct PipeReader {
     /// Bytes so far, and those of them that were not given back.
     read: u64,
     owed: u64,
@@ -107,13 +107,13 @@ fn unfit(detail: String) -> io::Error {
 }
 
 /// Lines over a socket.
-struct Lines {
+struct SocketLines {
     stream: SecureStream,
     came: Vec<u8>,
     deadline: Instant,
 }
 
-impl Lines {
+impl SocketLines {
     fn send(&mut self, line: &RdmaLine) -> io::Result<()> {
         let mut text = serde_json::to_vec(line)?;
         text.push(b'\n');
@@ -173,7 +173,7 @@ impl VerbsPipe {
 
     /// Meets the other end, which does the same, over `stream` until `deadline`.
     pub(crate) fn meet(stream: SecureStream, deadline: Instant) -> io::Result<Self> {
-        let mut lines = Lines { stream, came: Vec::new(), deadline };
+        let mut lines = SocketLines { stream, came: Vec::new(), deadline };
         let verbs = lines.or_refuse(Verbs::open(options()).map_err(|absent| absent.reason))?;
         let memory = || HostRegion::new(RING_BYTES).map(Arc::new).map_err(|error| error.to_string());
         let (ring, staged) = (lines.or_refuse(memory())?, lines.or_refuse(memory())?);
@@ -202,9 +202,15 @@ impl VerbsPipe {
         let socket = stream.socket().try_clone()?;
         socket.set_nonblocking(true)?;
         Ok(VerbsPipe {
-            sending: Mutex::new(Sending { endpoint, staged, written: 0, writes: 0, flying: VecDeque::new() }),
+            sending: Mutex::new(PipeSender {
+                endpoint,
+                staged,
+                written: 0,
+                writes: 0,
+                flying: VecDeque::new(),
+            }),
             _accepted: accepted,
-            reading: Mutex::new(Reading { read: 0, owed: 0 }),
+            reading: Mutex::new(PipeReader { read: 0, owed: 0 }),
             key: key(&own).map_err(other)?,
             epoch: own.epoch,
             verbs,
@@ -235,7 +241,7 @@ impl VerbsPipe {
     }
 
     /// Room in the peer's ring; none while the peer has not given back enough writes.
-    fn room_of(&self, sending: &Sending) -> io::Result<usize> {
+    fn room_of(&self, sending: &PipeSender) -> io::Result<usize> {
         let used = between(sending.written, self.given_bytes.load(Ordering::Acquire))?;
         let writes = sending.writes.wrapping_sub(self.given_writes.load(Ordering::Acquire));
         if writes > u64::from(WRITES_MAX) {
@@ -244,7 +250,7 @@ impl VerbsPipe {
         Ok(if writes == u64::from(WRITES_MAX) { 0 } else { RING_BYTES - used })
     }
 
-    fn here(&self, reading: &Reading) -> io::Result<usize> {
+    fn here(&self, reading: &PipeReader) -> io::Result<usize> {
         between(self.arrived.load(Ordering::Acquire), reading.read)
     }
 
@@ -260,7 +266,7 @@ impl VerbsPipe {
     }
 
     /// Gives back what was read, once that is much or many.
-    fn give_back(&self, reading: &mut Reading) -> io::Result<()> {
+    fn give_back(&self, reading: &mut PipeReader) -> io::Result<()> {
         if reading.owed < GIVEN_BYTES && self.writes.load(Ordering::Acquire) < GIVEN_WRITES {
             return Ok(());
         }
@@ -271,7 +277,7 @@ impl VerbsPipe {
     }
 }
 
-impl Sending {
+impl PipeSender {
     fn post(&mut self, pieces: &[Piece], notice: u32) -> io::Result<()> {
         let transfer = self.endpoint.write_with_immediate(pieces, notice).map_err(other)?;
         self.flying.push_back(transfer);

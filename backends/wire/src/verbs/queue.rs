@@ -1,7 +1,7 @@
 //! Objects on a NIC: registered memory, completion queues and queue pairs. Each is destroyed on drop, and
 //! keeps alive what it depends on.
 
-use super::device::{Nic, check};
+use super::device::{VerbsNic, check};
 use super::offer::{PortGid, QueuePairAddress};
 use crate::pinned::PinnedRange;
 use ibverbs_sys as ffi;
@@ -24,29 +24,29 @@ const NOT_READY_RETRIES: u8 = 6;
 const NOT_READY_TIMER: u8 = 12;
 const HOPS: u8 = 64;
 
-pub(crate) fn failed(nic: &Nic, what: &str, error: io::Error) -> Error {
+pub(crate) fn failed(nic: &VerbsNic, what: &str, error: io::Error) -> Error {
     Error::new(ErrorKind::Other, format!("RDMA on {}: {what}: {error}", nic.name))
 }
 
 /// Registered memory, which is pinned and known to the NIC by keys.
-pub(crate) struct Registration {
+pub(crate) struct VerbsRegistration {
     raw: *mut ffi::ibv_mr,
-    nic: Arc<Nic>,
+    nic: Arc<VerbsNic>,
     _place: Arc<PinnedRange>,
 }
 
 // SAFETY: the struct is only read after it was made.
-unsafe impl Send for Registration {}
+unsafe impl Send for VerbsRegistration {}
 // SAFETY: as above.
-unsafe impl Sync for Registration {}
+unsafe impl Sync for VerbsRegistration {}
 
-impl Registration {
+impl VerbsRegistration {
     /// Registers all of `place` for local use and, as `remote` says, for peers.
     ///
     /// # Errors
     /// `OutOfMemory` if it cannot be pinned.
     pub(crate) fn new(
-        nic: &Arc<Nic>,
+        nic: &Arc<VerbsNic>,
         place: &Arc<PinnedRange>,
         remote: ffi::ibv_access_flags,
     ) -> Result<Self> {
@@ -58,7 +58,7 @@ impl Registration {
         if raw.is_null() {
             return Err(not_registered(nic, bytes, io::Error::last_os_error()));
         }
-        Ok(Registration { raw, nic: nic.clone(), _place: place.clone() })
+        Ok(VerbsRegistration { raw, nic: nic.clone(), _place: place.clone() })
     }
 
     pub(crate) fn local_key(&self) -> u32 {
@@ -84,7 +84,7 @@ impl Registration {
     }
 }
 
-impl Drop for Registration {
+impl Drop for VerbsRegistration {
     fn drop(&mut self) {
         if !self.raw.is_null() {
             // SAFETY: made by `ibv_reg_mr`, and given up once.
@@ -93,7 +93,7 @@ impl Drop for Registration {
     }
 }
 
-fn not_registered(nic: &Nic, bytes: u64, error: io::Error) -> Error {
+fn not_registered(nic: &VerbsNic, bytes: u64, error: io::Error) -> Error {
     let name = &nic.name;
     if error.raw_os_error() != Some(libc::ENOMEM) {
         return Error::unsupported(format!("RDMA on {name}: {bytes} bytes cannot be registered: {error}"));
@@ -117,7 +117,7 @@ fn not_registered(nic: &Nic, bytes: u64, error: io::Error) -> Error {
 /// A completion channel, whose descriptor becomes readable when an armed completion queue has an entry.
 pub(crate) struct Channel {
     raw: *mut ffi::ibv_comp_channel,
-    _nic: Arc<Nic>,
+    _nic: Arc<VerbsNic>,
 }
 
 // SAFETY: libibverbs locks inside.
@@ -126,7 +126,7 @@ unsafe impl Send for Channel {}
 unsafe impl Sync for Channel {}
 
 impl Channel {
-    pub(crate) fn new(nic: &Arc<Nic>) -> Result<Self> {
+    pub(crate) fn new(nic: &Arc<VerbsNic>) -> Result<Self> {
         // SAFETY: an open context.
         let raw = unsafe { ffi::ibv_create_comp_channel(nic.context) };
         if raw.is_null() {
@@ -172,7 +172,7 @@ impl Drop for Channel {
 pub(crate) struct Completions {
     raw: *mut ffi::ibv_cq,
     _channel: Arc<Channel>,
-    nic: Arc<Nic>,
+    nic: Arc<VerbsNic>,
 }
 
 // SAFETY: libibverbs locks inside.
@@ -182,7 +182,7 @@ unsafe impl Sync for Completions {}
 
 impl Completions {
     /// Creates a queue with space for `room` completions; an overflow would destroy the queue.
-    pub(crate) fn new(nic: &Arc<Nic>, channel: Arc<Channel>, room: u32) -> Result<Self> {
+    pub(crate) fn new(nic: &Arc<VerbsNic>, channel: Arc<Channel>, room: u32) -> Result<Self> {
         // SAFETY: context and channel are open and of one device.
         let raw = unsafe {
             ffi::ibv_create_cq(nic.context, room.cast_signed(), std::ptr::null_mut(), channel.raw, 0)
@@ -235,7 +235,7 @@ impl Drop for Completions {
 
 /// One work request of a one-sided transfer.
 #[derive(Clone, Copy)]
-pub(crate) struct Request {
+pub(crate) struct WorkRequest {
     pub(crate) opcode: ffi::ibv_wr_opcode::Type,
     pub(crate) local: u64,
     pub(crate) remote: u64,
@@ -245,7 +245,7 @@ pub(crate) struct Request {
 }
 
 /// How a queue pair reaches its other end.
-pub(crate) struct Route {
+pub(crate) struct QueuePairRoute {
     pub(crate) ours: PortGid,
     pub(crate) theirs: PortGid,
     pub(crate) lid: u16,
@@ -259,7 +259,7 @@ pub(crate) struct QueuePair {
     raw: *mut ffi::ibv_qp,
     first_packet: u32,
     pub(crate) completions: Arc<Completions>,
-    nic: Arc<Nic>,
+    nic: Arc<VerbsNic>,
 }
 
 // SAFETY: libibverbs locks inside.
@@ -271,7 +271,7 @@ impl QueuePair {
     /// Creates a queue pair for `sends` work requests and `receives` notices in flight; `remote` says what
     /// peers may do through it.
     pub(crate) fn new(
-        nic: &Arc<Nic>,
+        nic: &Arc<VerbsNic>,
         completions: Arc<Completions>,
         sends: u32,
         receives: u32,
@@ -327,7 +327,7 @@ impl QueuePair {
     }
 
     /// Connects to the other end.
-    pub(crate) fn join(&self, there: QueuePairAddress, route: &Route) -> Result<()> {
+    pub(crate) fn join(&self, there: QueuePairAddress, route: &QueuePairRoute) -> Result<()> {
         use ffi::ibv_qp_attr_mask as mask;
         let sgid_index = self.nic.gid_index(&route.ours).ok_or_else(|| {
             Error::unsupported(format!("RDMA on {}: no address {}", self.nic.name, route.ours.address))
@@ -392,7 +392,13 @@ impl QueuePair {
     }
 
     /// Posts `requests` as one chain; the last one reports its completion under `id`.
-    pub(crate) fn post(&self, requests: &[Request], id: u64, local_key: u32, remote_key: u32) -> Result<()> {
+    pub(crate) fn post(
+        &self,
+        requests: &[WorkRequest],
+        id: u64,
+        local_key: u32,
+        remote_key: u32,
+    ) -> Result<()> {
         let places = requests.iter().map(|request| ffi::ibv_sge {
             addr: request.local,
             length: request.bytes,

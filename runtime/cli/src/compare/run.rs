@@ -8,7 +8,7 @@ use crate::failure::UsageError;
 use crate::{prices, screen};
 use anyhow::{Context, Result};
 use mixfleet_hal::catalog::{self, Part};
-use mixfleet_hal::economics::{Pick, Selection};
+use mixfleet_hal::economics::{PricePick, Selection};
 use mixfleet_hal::units::{Ordered, Seconds};
 use mixfleet_hal::{DType, StoredAs};
 use mixfleet_report::files::write_whole;
@@ -51,7 +51,7 @@ fn compare(args: &CompareArgs) -> Result<PartsComparison> {
         ..model_demand(args)?
     };
     let list = args.prices.as_deref().map(prices::read).transpose()?.unwrap_or_default();
-    let pick = if args.least { Pick::Least } else { Pick::Median };
+    let pick = if args.least { PricePick::Least } else { PricePick::Median };
     let mut devices = devices::resolve(&args.parts, &args.profile, |name| {
         Selection { spot: args.spot, pick }.price_or_reference(name, &list.offers)
     })?;

@@ -4,10 +4,10 @@
 //! sum of its chunks in order, whichever worker computed them. The result is therefore bitwise independent of
 //! the number of workers and of the rest of the batch, and long sequences spread over all workers.
 
-use super::{ROWS_MAX, Room, Tile, attend, scalar_exp};
+use super::{ROWS_MAX, Tile, TileScratch, attend, scalar_exp};
 use crate::kernels::kv::PagedKv;
-use crate::kernels::simd::{Simd, Task};
-use crate::kernels::{Span, Worker, round_up};
+use crate::kernels::simd::{Simd, SimdTask};
+use crate::kernels::{KernelWorker, OperandSpan, round_up};
 use mixfleet_hal::{DType, Error, Result};
 
 /// Tokens per chunk: 128 KiB of keys and values for a bf16 head of 64, over 5 us of work.
@@ -16,12 +16,12 @@ const CHUNK: usize = 512;
 /// Shape and operands of an `AttnDecode`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Decode {
-    pub(crate) q: Span,
-    pub(crate) range: Span,
-    pub(crate) pages: Span,
+    pub(crate) q: OperandSpan,
+    pub(crate) range: OperandSpan,
+    pub(crate) pages: OperandSpan,
     pub(crate) pools: PagedKv,
-    pub(crate) acc: Span,
-    pub(crate) stat: Span,
+    pub(crate) acc: OperandSpan,
+    pub(crate) stat: OperandSpan,
     pub(crate) sequences: usize,
     pub(crate) heads: usize,
     pub(crate) pages_max: usize,
@@ -30,7 +30,7 @@ pub(crate) struct Decode {
 
 /// Destination of the results of some query heads: `[heads, value_dim]` and `[heads, 2]`.
 #[derive(Clone, Copy)]
-struct Target {
+struct HeadOutputs {
     acc: *mut f32,
     stat: *mut f32,
 }
@@ -71,29 +71,29 @@ impl Decode {
     }
 
     /// Returns the destination of one unit's final result.
-    fn target(&self, sequence: usize, kv_head: usize) -> Target {
+    fn target(&self, sequence: usize, kv_head: usize) -> HeadOutputs {
         let head = sequence * self.heads + kv_head * (self.heads / self.pools.kv_heads);
-        Target {
+        HeadOutputs {
             acc: self.acc.at(DType::F32, head * self.pools.value_dim).cast(),
             stat: self.stat.at(DType::F32, head * 2).cast(),
         }
     }
 
     /// Returns the place of one chunk in shared scratch.
-    fn parked(&self, shared: *mut f32, unit: usize, chunk: usize) -> Target {
+    fn parked(&self, shared: *mut f32, unit: usize, chunk: usize) -> HeadOutputs {
         let group = self.heads / self.pools.kv_heads;
         let acc =
             shared.wrapping_add((unit * self.chunks_max() + chunk) * group * (self.pools.value_dim + 2));
-        Target { acc, stat: acc.wrapping_add(group * self.pools.value_dim) }
+        HeadOutputs { acc, stat: acc.wrapping_add(group * self.pools.value_dim) }
     }
 
     /// Processes whole units, which workers claim one by one.
-    pub(crate) fn run(&self, worker: &mut Worker<'_>) -> Result<()> {
+    pub(crate) fn run(&self, worker: &mut KernelWorker<'_>) -> Result<()> {
         let group = self.heads / self.pools.kv_heads;
-        let words = Room::words(&self.pools);
+        let words = TileScratch::words(&self.pools);
         let at = worker.scratch.words(words + group * (self.pools.value_dim + 2));
         let spare = at.wrapping_add(words);
-        let spare = Target { acc: spare, stat: spare.wrapping_add(group * self.pools.value_dim) };
+        let spare = HeadOutputs { acc: spare, stat: spare.wrapping_add(group * self.pools.value_dim) };
         loop {
             let unit = worker.claim();
             if unit >= self.units() {
@@ -113,9 +113,9 @@ impl Decode {
     }
 
     /// Phase 1 of a split run: processes all chunks of all units, which workers claim one by one.
-    pub(crate) fn run_chunks(&self, worker: &mut Worker<'_>) -> Result<()> {
+    pub(crate) fn run_chunks(&self, worker: &mut KernelWorker<'_>) -> Result<()> {
         let shared = worker.shared;
-        let at = worker.scratch.words(Room::words(&self.pools));
+        let at = worker.scratch.words(TileScratch::words(&self.pools));
         loop {
             let index = worker.claim();
             let (unit, chunk) = (index / self.chunks_max(), index % self.chunks_max());
@@ -132,7 +132,7 @@ impl Decode {
     }
 
     /// Phase 2 of a split run: sums each unit's chunks in order.
-    pub(crate) fn run_sums(&self, worker: &mut Worker<'_>) -> Result<()> {
+    pub(crate) fn run_sums(&self, worker: &mut KernelWorker<'_>) -> Result<()> {
         let shared = worker.shared;
         let group = self.heads / self.pools.kv_heads;
         for unit in worker.share(self.units()) {
@@ -161,16 +161,17 @@ impl Decode {
     /// Computes the attention of one unit over `range` into `to`.
     fn chunk(
         &self,
-        worker: &Worker<'_>,
+        worker: &KernelWorker<'_>,
         at: *mut f32,
         (sequence, kv_head): (usize, usize),
         range: (usize, usize),
-        to: Target,
+        to: HeadOutputs,
     ) -> Result<()> {
         let (group, dim) = (self.heads / self.pools.kv_heads, self.pools.value_dim);
         let rows_max = if worker.isa.lanes() == 16 { 12 } else { 6 };
         let row_bytes = self.pages_max * 4;
-        let table = Span { start: self.pages.start.wrapping_add(sequence * row_bytes), bytes: row_bytes };
+        let table =
+            OperandSpan { start: self.pages.start.wrapping_add(sequence * row_bytes), bytes: row_bytes };
         for first in (0..group).step_by(rows_max) {
             let rows = (group - first).min(rows_max);
             let ranges = [range; ROWS_MAX];
@@ -189,8 +190,9 @@ impl Decode {
                 prefetch: true,
                 round_weights: false,
             };
-            let to = Target { acc: to.acc.wrapping_add(first * dim), stat: to.stat.wrapping_add(first * 2) };
-            let room = Room::new(at, &self.pools);
+            let to =
+                HeadOutputs { acc: to.acc.wrapping_add(first * dim), stat: to.stat.wrapping_add(first * 2) };
+            let room = TileScratch::new(at, &self.pools);
             // SAFETY: the heads are inside q and the target; the table is the sequence's row. Copied as
             // bytes because operands may be unaligned.
             unsafe {
@@ -208,7 +210,7 @@ impl Decode {
     }
 
     /// Adds one partial result of a unit to another.
-    fn add(&self, worker: &Worker<'_>, to: Target, from: Target) {
+    fn add(&self, worker: &KernelWorker<'_>, to: HeadOutputs, from: HeadOutputs) {
         let (group, dim) = (self.heads / self.pools.kv_heads, self.pools.value_dim);
         // SAFETY: both hold the group's heads, and this worker alone has the unit.
         unsafe { worker.isa.run(AddPartial { group, dim, to, from }) };
@@ -230,11 +232,11 @@ fn cut((first, end): (usize, usize), chunk: usize) -> (usize, usize) {
 struct AddPartial {
     group: usize,
     dim: usize,
-    to: Target,
-    from: Target,
+    to: HeadOutputs,
+    from: HeadOutputs,
 }
 
-impl Task for AddPartial {
+impl SimdTask for AddPartial {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {

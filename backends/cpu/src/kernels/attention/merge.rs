@@ -1,19 +1,19 @@
 //! Recombines partial attention and normalises it.
 
 use super::scalar_exp;
-use crate::kernels::Span;
+use crate::kernels::OperandSpan;
 use crate::kernels::convert::{load, load_part, store, store_part};
-use crate::kernels::simd::{Simd, Task};
+use crate::kernels::simd::{Simd, SimdTask};
 use mixfleet_hal::DType;
 use std::ops::Range;
 
 /// Rows `range` of an `AttnMerge`.
-pub(crate) struct Merge {
-    pub(crate) acc: Span,
-    pub(crate) stat: Span,
+pub(crate) struct AttnMergeRows {
+    pub(crate) acc: OperandSpan,
+    pub(crate) stat: OperandSpan,
     /// The sinks of so many heads.
-    pub(crate) sinks: Option<(Span, usize)>,
-    pub(crate) out: Span,
+    pub(crate) sinks: Option<(OperandSpan, usize)>,
+    pub(crate) out: OperandSpan,
     pub(crate) parts: usize,
     pub(crate) rows: usize,
     pub(crate) range: Range<usize>,
@@ -21,7 +21,7 @@ pub(crate) struct Merge {
     pub(crate) dtype: DType,
 }
 
-impl Merge {
+impl AttnMergeRows {
     /// Maximum or sum (`which` 0 or 1) of one row of one part.
     #[inline(always)]
     unsafe fn stat(&self, part: usize, row: usize, which: usize) -> f32 {
@@ -40,7 +40,7 @@ impl Merge {
     }
 }
 
-impl Task for Merge {
+impl SimdTask for AttnMergeRows {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {

@@ -17,12 +17,12 @@ mod softmax;
 use super::convert::{load, load_part};
 use super::kv::PagedKv;
 use super::panel::{DotBf16, Left, PairBf16, PairF16, Panel, WordF32, tile, tile_rows, with_rows};
-use super::simd::{Simd, Task};
-use super::{Span, round_up};
+use super::simd::{Simd, SimdTask};
+use super::{OperandSpan, round_up};
 use crate::isa::Isa;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, Result};
-use page::{Segment, prefetch, segment};
+use page::{PageSegment, prefetch, segment};
 pub(crate) use softmax::scalar_exp;
 use softmax::softmax;
 
@@ -37,7 +37,7 @@ pub(crate) const ROWS_MAX: usize = 12;
 pub(crate) struct Tile<'a> {
     pub(crate) pools: &'a PagedKv,
     /// Page of each of the sequence's tokens: `pages_max` entries.
-    pub(crate) table: Span,
+    pub(crate) table: OperandSpan,
     pub(crate) kv_head: usize,
     /// Visible keys of each row; at most [`ROWS_MAX`] rows.
     pub(crate) ranges: &'a [(usize, usize)],
@@ -53,7 +53,7 @@ pub(crate) struct Tile<'a> {
 
 /// Scratch memory of a tile; all rows have the stride given in the name.
 #[derive(Clone, Copy)]
-pub(crate) struct Room {
+pub(crate) struct TileScratch {
     /// Queries, packed: `[head_dim words, rows]`.
     q: *mut f32,
     /// Scores, then probabilities: `[rows, BLOCK]`.
@@ -64,19 +64,19 @@ pub(crate) struct Room {
     spare: *mut f32,
 }
 
-impl Room {
+impl TileScratch {
     /// Returns the number of words that a tile needs at any level.
     pub(crate) fn words(pools: &PagedKv) -> usize {
         let dim = round_up(pools.head_dim, 16);
         ROWS_MAX * (2 * dim + BLOCK) + 3 * SEGMENT * dim
     }
 
-    /// Lays out the memory at `at`, which has [`Room::words`] words.
+    /// Lays out the memory at `at`, which has [`TileScratch::words`] words.
     pub(crate) fn new(at: *mut f32, pools: &PagedKv) -> Self {
         let dim = round_up(pools.head_dim, 16);
         let scores = at.wrapping_add(ROWS_MAX * dim);
         let out = scores.wrapping_add(ROWS_MAX * BLOCK);
-        Room { q: at, scores, out, spare: out.wrapping_add(ROWS_MAX * dim) }
+        TileScratch { q: at, scores, out, spare: out.wrapping_add(ROWS_MAX * dim) }
     }
 }
 
@@ -92,7 +92,7 @@ pub(crate) struct SoftmaxStats {
 ///
 /// # Safety
 /// Pools and table are locked for reading; queries hold `head_dim` elements.
-pub(crate) unsafe fn attend(isa: Isa, tile: &Tile<'_>, room: Room) -> Result<SoftmaxStats> {
+pub(crate) unsafe fn attend(isa: Isa, tile: &Tile<'_>, room: TileScratch) -> Result<SoftmaxStats> {
     // SAFETY: the caller's promise.
     unsafe { isa.run(Attend { tile, room }) }
 }
@@ -100,10 +100,10 @@ pub(crate) unsafe fn attend(isa: Isa, tile: &Tile<'_>, room: Room) -> Result<Sof
 /// [`attend`] as a task, compiled once per level for both kinds of attention.
 struct Attend<'a> {
     tile: &'a Tile<'a>,
-    room: Room,
+    room: TileScratch,
 }
 
-impl Task for Attend<'_> {
+impl SimdTask for Attend<'_> {
     type Out = Result<SoftmaxStats>;
     #[inline(always)]
     unsafe fn run<S: Simd>(self) -> Result<SoftmaxStats> {
@@ -170,7 +170,7 @@ unsafe fn pack_queries<S: Simd>(task: &Tile<'_>, to: *mut f32, rows: usize, dot:
 #[inline(always)]
 unsafe fn run<S: Simd, K: Panel<S>, V: Panel<S>, const M: usize>(
     task: &Tile<'_>,
-    room: Room,
+    room: TileScratch,
     direct: bool,
 ) -> Result<SoftmaxStats> {
     let pools = task.pools;
@@ -185,7 +185,7 @@ unsafe fn run<S: Simd, K: Panel<S>, V: Panel<S>, const M: usize>(
         while token < high {
             let first = token;
             let mut segments =
-                [Segment { k: room.q.cast(), k_stride: 0, v: room.q.cast(), v_stride: 0, tokens: 0 };
+                [PageSegment { k: room.q.cast(), k_stride: 0, v: room.q.cast(), v_stride: 0, tokens: 0 };
                     BLOCK / 16];
             let (mut count, mut spare) = (0, room.spare);
             while token < high
@@ -219,8 +219,8 @@ fn union(ranges: &[(usize, usize)]) -> (usize, usize) {
 /// `scores[row][column..] = q[row] . k` for a segment's keys.
 #[inline(always)]
 unsafe fn scores<S: Simd, K: Panel<S>, const M: usize>(
-    segment: &Segment,
-    room: Room,
+    segment: &PageSegment,
+    room: TileScratch,
     column: usize,
     head_dim: usize,
 ) {
@@ -268,8 +268,8 @@ unsafe fn score_tile<S: Simd, K: Panel<S>, const M: usize, const N: usize>(
 /// `out = out * alpha + p . v` over a block's segments.
 #[inline(always)]
 unsafe fn values<S: Simd, V: Panel<S>, const M: usize>(
-    segments: &[Segment],
-    room: Room,
+    segments: &[PageSegment],
+    room: TileScratch,
     alpha: &[f32; M],
     dim: usize,
 ) {
@@ -292,8 +292,8 @@ unsafe fn values<S: Simd, V: Panel<S>, const M: usize>(
 /// As for [`values`]; columns `d .. d + N * LANES` exist.
 #[inline(always)]
 unsafe fn value_tile<S: Simd, V: Panel<S>, const M: usize, const N: usize>(
-    segments: &[Segment],
-    room: Room,
+    segments: &[PageSegment],
+    room: TileScratch,
     alpha: &[f32; M],
     dim: usize,
     d: usize,

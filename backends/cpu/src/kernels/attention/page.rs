@@ -8,7 +8,7 @@ use mixfleet_hal::{DType, Error, Result, scaled};
 
 /// Some keys of one page, as panels.
 #[derive(Clone, Copy)]
-pub(super) struct Segment {
+pub(super) struct PageSegment {
     /// Keys: row = dimension word, column = token.
     pub(super) k: *const u8,
     pub(super) k_stride: usize,
@@ -27,7 +27,7 @@ pub(super) unsafe fn segment<S: Simd>(
     (low, high): (usize, usize),
     direct: bool,
     spare: &mut *mut f32,
-) -> Result<Segment> {
+) -> Result<PageSegment> {
     let pools = task.pools;
     let offset = token % pools.page_tokens;
     let tokens = step.min(pools.page_tokens - offset);
@@ -61,7 +61,7 @@ pub(super) unsafe fn segment<S: Simd>(
             v = trimmed(pools, v, tokens, used, *spare);
             *spare = spare.add(SEGMENT * pools.head_dim);
         }
-        Ok(Segment { k: k.add(offset * 4), k_stride: pools.page_tokens * 4, v, v_stride, tokens })
+        Ok(PageSegment { k: k.add(offset * 4), k_stride: pools.page_tokens * 4, v, v_stride, tokens })
     }
 }
 
@@ -121,7 +121,7 @@ unsafe fn widened<S: Simd>(
     tokens: usize,
     used: std::ops::Range<usize>,
     spare: *mut f32,
-) -> Segment {
+) -> PageSegment {
     let (columns, dims) = (round_up(tokens, S::LANES), round_up(pools.value_dim, S::LANES));
     let values = spare.wrapping_add(pools.head_dim * SEGMENT);
     // SAFETY: all indices are inside the block; spare holds two padded panels.
@@ -149,7 +149,7 @@ unsafe fn widened<S: Simd>(
             }
         }
     }
-    Segment { k: spare.cast(), k_stride: columns * 4, v: values.cast(), v_stride: dims * 4, tokens }
+    PageSegment { k: spare.cast(), k_stride: columns * 4, v: values.cast(), v_stride: dims * 4, tokens }
 }
 
 /// Codes of some tokens of a block times their scales, into rows of keys and of values of these widths.

@@ -1,25 +1,25 @@
 //! Causal attention of many new tokens per sequence.
 
-use super::{ROWS_MAX, Room, SoftmaxStats, Tile, attend, scalar_exp};
+use super::{ROWS_MAX, SoftmaxStats, Tile, TileScratch, attend, scalar_exp};
 use crate::isa::Isa;
 use crate::kernels::convert::{store, store_part};
 use crate::kernels::kv::PagedKv;
-use crate::kernels::simd::{Simd, Task};
-use crate::kernels::{Span, Worker, round_up};
+use crate::kernels::simd::{Simd, SimdTask};
+use crate::kernels::{KernelWorker, OperandSpan, round_up};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{DType, Error, Result};
 
 /// Shape and operands of an `AttnPrefill`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Prefill {
-    pub(crate) q: Span,
-    pub(crate) query_start: Span,
-    pub(crate) context: Span,
-    pub(crate) pages: Span,
+pub(crate) struct PrefillKernel {
+    pub(crate) q: OperandSpan,
+    pub(crate) query_start: OperandSpan,
+    pub(crate) context: OperandSpan,
+    pub(crate) pages: OperandSpan,
     pub(crate) pools: PagedKv,
     /// The sink of each head.
-    pub(crate) sinks: Option<Span>,
-    pub(crate) out: Span,
+    pub(crate) sinks: Option<OperandSpan>,
+    pub(crate) out: OperandSpan,
     pub(crate) tokens: usize,
     pub(crate) sequences: usize,
     pub(crate) heads: usize,
@@ -30,7 +30,7 @@ pub(crate) struct Prefill {
 
 /// One checked sequence of the step.
 #[derive(Clone, Copy, Debug)]
-struct Sequence {
+struct PrefillSequence {
     index: usize,
     first_row: usize,
     queries: usize,
@@ -39,14 +39,14 @@ struct Sequence {
     tiles: usize,
 }
 
-impl Prefill {
+impl PrefillKernel {
     /// Returns the number of heads that share a KV head.
     fn group(&self) -> usize {
         self.heads / self.pools.kv_heads
     }
 
     /// Reads and checks the sequences.
-    fn sequences(&self, tile_rows: usize) -> Result<Vec<Sequence>> {
+    fn sequences(&self, tile_rows: usize) -> Result<Vec<PrefillSequence>> {
         let mut sequences = Vec::with_capacity(self.sequences);
         let mut expected = 0;
         for index in 0..self.sequences {
@@ -70,7 +70,7 @@ impl Prefill {
                 return Err(Error::invalid(message));
             }
             let tiles = ((end - start) * self.group()).div_ceil(tile_rows);
-            sequences.push(Sequence { index, first_row: start, queries: end - start, context, tiles });
+            sequences.push(PrefillSequence { index, first_row: start, queries: end - start, context, tiles });
             expected = end;
         }
         if expected != self.tokens {
@@ -81,11 +81,11 @@ impl Prefill {
     }
 
     /// Runs this worker's share; tiles are claimed one by one, those with the most keys first.
-    pub(crate) fn run(&self, worker: &mut Worker<'_>) -> Result<()> {
+    pub(crate) fn run(&self, worker: &mut KernelWorker<'_>) -> Result<()> {
         let tile_rows = if worker.isa.lanes() == 16 { 12 } else { 6 };
         let sequences = self.sequences(tile_rows)?;
         let total: usize = sequences.iter().map(|s| s.tiles * self.pools.kv_heads).sum();
-        let room = Room::new(worker.scratch.words(Room::words(&self.pools)), &self.pools);
+        let room = TileScratch::new(worker.scratch.words(TileScratch::words(&self.pools)), &self.pools);
         loop {
             let mut index = worker.claim();
             if index >= total {
@@ -108,11 +108,11 @@ impl Prefill {
     fn tile(
         &self,
         isa: Isa,
-        sequence: &Sequence,
+        sequence: &PrefillSequence,
         kv_head: usize,
         first: usize,
         rows: usize,
-        room: Room,
+        room: TileScratch,
     ) -> Result<()> {
         let group = self.group();
         let rows = rows.min(sequence.queries * group - first);
@@ -133,8 +133,10 @@ impl Prefill {
             }
         }
         let row_bytes = self.pages_max * 4;
-        let table =
-            Span { start: self.pages.start.wrapping_add(sequence.index * row_bytes), bytes: row_bytes };
+        let table = OperandSpan {
+            start: self.pages.start.wrapping_add(sequence.index * row_bytes),
+            bytes: row_bytes,
+        };
         let tile = Tile {
             pools: &self.pools,
             table,
@@ -159,13 +161,13 @@ impl Prefill {
 struct Normalise<'a> {
     stats: &'a SoftmaxStats,
     sinks: &'a [f32],
-    room: Room,
+    room: TileScratch,
     dim: usize,
     dtype: DType,
     outputs: &'a [*mut u8],
 }
 
-impl Task for Normalise<'_> {
+impl SimdTask for Normalise<'_> {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {

@@ -36,7 +36,7 @@ pub(super) struct Nibbles<const MIDDLE: u32>;
 /// Codes of four bits and `BITS` more in a plane of their own.
 pub(super) struct TwoPlanes<const BITS: usize>;
 /// Signed bytes.
-pub(super) struct Bytes;
+pub(super) struct SignedBytes;
 /// E2M1.
 pub(super) struct FloatNibbles;
 /// E4M3.
@@ -150,7 +150,7 @@ impl<S: Simd, const BITS: usize> CodeWords<S> for TwoPlanes<BITS> {
 }
 
 // SAFETY (all blocks): register arithmetic only; the level is present by the callers' promise.
-impl<S: Simd> CodeWords<S> for Bytes {
+impl<S: Simd> CodeWords<S> for SignedBytes {
     const PER_WORD: usize = 4;
     const HIGH_BITS: usize = 0;
     const FACTOR: f32 = 1.0 / 16_777_216.0;

@@ -8,7 +8,7 @@ pub(crate) mod rows;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod tiles;
 
-use super::Span;
+use super::OperandSpan;
 use super::convert::{load, load_part, store, store_part};
 use super::simd::Simd;
 use crate::isa::Isa;
@@ -17,7 +17,7 @@ use mixfleet_hal::cast::to_usize;
 
 /// A Gemm's shape and dtypes.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Shape {
+pub(crate) struct GemmShape {
     pub(crate) m: usize,
     pub(crate) n: usize,
     pub(crate) k: usize,
@@ -48,7 +48,7 @@ const STREAMED_ROWS_TILES: usize = 4;
 /// The same for tiles of quantised weights, which are widened for them.
 const STREAMED_ROWS_TILES_QUANTISED: usize = 16;
 
-impl Shape {
+impl GemmShape {
     /// Whether the blocked kernel runs it.
     pub(crate) fn is_packed(&self, isa: Isa) -> bool {
         self.m > if self.is_dot(isa) { STREAMED_ROWS_DOT } else { STREAMED_ROWS_F32 }
@@ -85,21 +85,21 @@ impl Shape {
 /// Operands of a Gemm.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Operands {
-    pub(crate) x: Span,
-    pub(crate) weight: Span,
-    pub(crate) bias: Option<Span>,
-    pub(crate) out: Span,
+    pub(crate) x: OperandSpan,
+    pub(crate) weight: OperandSpan,
+    pub(crate) bias: Option<OperandSpan>,
+    pub(crate) out: OperandSpan,
 }
 
 impl Operands {
     /// From the operands of a product with quantised weights, of which `rest` follow the weights.
-    pub(crate) fn quantised(shape: &Shape, x: Span, rest: &[Span]) -> Self {
+    pub(crate) fn quantised(shape: &GemmShape, x: OperandSpan, rest: &[OperandSpan]) -> Self {
         let bias = shape.bias.then(|| rest[0]);
-        Operands { x, weight: Span::EMPTY, bias, out: rest[usize::from(shape.bias)] }
+        Operands { x, weight: OperandSpan::EMPTY, bias, out: rest[usize::from(shape.bias)] }
     }
 
     /// From the operand list of the op.
-    pub(crate) fn new(shape: &Shape, args: &[Span]) -> Self {
+    pub(crate) fn new(shape: &GemmShape, args: &[OperandSpan]) -> Self {
         let bias = shape.bias.then(|| args[2]);
         Operands { x: args[0], weight: args[1], bias, out: args[2 + usize::from(shape.bias)] }
     }
@@ -112,7 +112,7 @@ impl Operands {
 /// touches there.
 #[inline(always)]
 pub(crate) unsafe fn finish<S: Simd>(
-    shape: &Shape,
+    shape: &GemmShape,
     operands: &Operands,
     sums: *const f32,
     row: usize,

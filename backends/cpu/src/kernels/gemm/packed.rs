@@ -4,12 +4,12 @@
 //! into tiles `[k words, tile rows]`; a worker packs one panel of weight rows at a time, `[k words,
 //! 2 * LANES]`, which stays in its L2 while all tiles of `x` pass. No packed weight outlives its panel.
 
-use super::{Operands, Shape, finish};
+use super::{GemmShape, Operands, finish};
 use crate::kernels::convert::widen;
 use crate::kernels::panel::{DotBf16, Left, Panel, WordF32, tile, tile_rows, tile_rows_max, with_rows};
 use crate::kernels::quantised::QuantisedRows;
 use crate::kernels::round_up;
-use crate::kernels::simd::{Simd, Task};
+use crate::kernels::simd::{Simd, SimdTask};
 use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_usize;
 use std::ops::Range;
@@ -33,7 +33,7 @@ fn padded_rows<S: Simd>(m: usize) -> usize {
 }
 
 /// Returns the words that packed `x` takes at any level; tiles add at most 3 rows.
-pub(crate) fn packed_words(shape: &Shape, dtype: DType) -> usize {
+pub(crate) fn packed_words(shape: &GemmShape, dtype: DType) -> usize {
     (shape.m + 4) * words(dtype, shape.k) + 16
 }
 
@@ -164,7 +164,7 @@ pub(super) const TRANSPOSE_WORDS: usize = 16 * CHUNK + 256;
 
 /// A task that packs the tiles `tiles` of `x`.
 pub(crate) struct PackX {
-    pub(crate) shape: Shape,
+    pub(crate) shape: GemmShape,
     pub(crate) operands: Operands,
     pub(crate) dtype: DType,
     pub(crate) tiles: Range<usize>,
@@ -178,11 +178,11 @@ impl PackX {
     pub(crate) const SCRATCH_WORDS: usize = TRANSPOSE_WORDS;
 }
 
-impl Task for PackX {
+impl SimdTask for PackX {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let Shape { m, k, x, .. } = self.shape;
+        let GemmShape { m, k, x, .. } = self.shape;
         let size = to_usize(x.size_bytes());
         let depth = words(self.dtype, k);
         for t in self.tiles {
@@ -208,7 +208,7 @@ impl Task for PackX {
 
 /// A task that computes one panel of output columns for all rows.
 pub(crate) struct PanelOut {
-    pub(crate) shape: Shape,
+    pub(crate) shape: GemmShape,
     pub(crate) operands: Operands,
     pub(crate) dtype: DType,
     pub(crate) panel: usize,
@@ -221,16 +221,16 @@ pub(crate) struct PanelOut {
 
 impl PanelOut {
     /// Returns the scratch words required at any level: the panel, the sums, and room to transpose.
-    pub(crate) fn scratch_words(shape: &Shape, dtype: DType) -> usize {
+    pub(crate) fn scratch_words(shape: &GemmShape, dtype: DType) -> usize {
         32 * (DEPTH.min(words(dtype, shape.k)) + shape.m + 12) + TRANSPOSE_WORDS
     }
 }
 
-impl Task for PanelOut {
+impl SimdTask for PanelOut {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let Shape { m, n, k, weight, .. } = self.shape;
+        let GemmShape { m, n, k, weight, .. } = self.shape;
         let width = 2 * S::LANES;
         let column = self.panel * width;
         let columns = (n - column).min(width);

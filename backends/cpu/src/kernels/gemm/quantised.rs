@@ -10,13 +10,13 @@
 //! of the word, and within 2^-15 of the largest for the others. Where bytes are multiplied, each integer has
 //! 15 bits in two bytes, so that this is 2^-6 and 2^-14.
 
-use super::codes::{Bytes, CodeWords, FloatBytes, FloatNibbles, Nibbles, TwoPlanes, bits};
+use super::codes::{CodeWords, FloatBytes, FloatNibbles, Nibbles, SignedBytes, TwoPlanes, bits};
 use super::rows::{AHEAD_BYTES, PARTS};
-use super::{Operands, Shape, finish};
+use super::{GemmShape, Operands, finish};
 use crate::kernels::convert::{load_part, widen};
 use crate::kernels::quantised::QuantisedRows;
 use crate::kernels::round_up;
-use crate::kernels::simd::{Simd, Task};
+use crate::kernels::simd::{Simd, SimdTask};
 use mixfleet_hal::{CodeKind, DType, Quantised, ZeroKind};
 use std::ops::Range;
 
@@ -33,7 +33,7 @@ const WHOLE_ROW: u32 = 31;
 
 /// A task that computes the output columns `columns` of all rows.
 pub(crate) struct QuantisedFewRows {
-    pub(crate) shape: Shape,
+    pub(crate) shape: GemmShape,
     pub(crate) operands: Operands,
     pub(crate) weights: QuantisedRows,
     pub(crate) columns: Range<usize>,
@@ -58,17 +58,17 @@ fn group_words_log2(kind: &Quantised, columns: usize) -> Option<u32> {
 
 /// Sizes of the parts of scratch, in words.
 #[derive(Clone, Copy)]
-struct Layout {
+struct QuantisedScratchLayout {
     x_row: usize,
     sums_row: usize,
     scales: usize,
 }
 
-impl Layout {
+impl QuantisedScratchLayout {
     fn of(weights: &QuantisedRows) -> Self {
         let words = round_up(weights.row_words().max(1), PAD);
         let per_word = (32 / weights.kind.code.low_bits()) as usize;
-        Layout {
+        QuantisedScratchLayout {
             x_row: (words * per_word).max(round_up(weights.columns, PAD)),
             sums_row: words,
             scales: round_up(weights.row_groups(), PAD) + PAD,
@@ -79,8 +79,8 @@ impl Layout {
 impl QuantisedFewRows {
     /// Returns the scratch words required: `x` in order, its sums, scales and zeros of some rows, sums of
     /// products, and a row in f32.
-    pub(crate) fn scratch_words(shape: &Shape, weights: &QuantisedRows) -> usize {
-        let Layout { x_row, sums_row, scales } = Layout::of(weights);
+    pub(crate) fn scratch_words(shape: &GemmShape, weights: &QuantisedRows) -> usize {
+        let QuantisedScratchLayout { x_row, sums_row, scales } = QuantisedScratchLayout::of(weights);
         let m = padded_rows(shape.m);
         m * (x_row + sums_row) + m.max(STREAMS) * BLOCK + 2 * STREAMS * scales + x_row
     }
@@ -91,7 +91,7 @@ fn padded_rows(m: usize) -> usize {
     if m == 1 { 1 } else { round_up(m, X_ROWS) }
 }
 
-impl Task for QuantisedFewRows {
+impl SimdTask for QuantisedFewRows {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
@@ -108,7 +108,7 @@ impl Task for QuantisedFewRows {
                 (CodeKind::U4, false) => stream::<S, Nibbles<0>>(&self, group_log2),
                 (CodeKind::U5, _) => stream::<S, TwoPlanes<1>>(&self, group_log2),
                 (CodeKind::U6, _) => stream::<S, TwoPlanes<2>>(&self, group_log2),
-                (CodeKind::I8, _) => stream::<S, Bytes>(&self, group_log2),
+                (CodeKind::I8, _) => stream::<S, SignedBytes>(&self, group_log2),
                 (CodeKind::E2m1, _) => stream::<S, FloatNibbles>(&self, group_log2),
                 (CodeKind::E4m3, _) => stream::<S, FloatBytes>(&self, group_log2),
             }
@@ -118,7 +118,7 @@ impl Task for QuantisedFewRows {
 
 /// The addresses of the parts of scratch.
 #[derive(Clone, Copy)]
-struct Parts {
+struct QuantisedScratch {
     x: *mut f32,
     x_sums: *mut f32,
     scales: *mut f32,
@@ -126,12 +126,12 @@ struct Parts {
     sums: *mut f32,
     /// Room for a row in f32.
     row: *mut f32,
-    layout: Layout,
+    layout: QuantisedScratchLayout,
 }
 
-impl Parts {
+impl QuantisedScratch {
     unsafe fn of(task: &QuantisedFewRows) -> Self {
-        let layout = Layout::of(&task.weights);
+        let layout = QuantisedScratchLayout::of(&task.weights);
         let m = padded_rows(task.shape.m);
         // SAFETY: scratch is as large as `scratch_words` says.
         unsafe {
@@ -140,7 +140,7 @@ impl Parts {
             let scales = x_sums.add(m * layout.sums_row);
             let zeros = scales.add(STREAMS * layout.scales);
             let sums = zeros.add(STREAMS * layout.scales);
-            Parts { x, x_sums, scales, zeros, sums, row: sums.add(m.max(STREAMS) * BLOCK), layout }
+            QuantisedScratch { x, x_sums, scales, zeros, sums, row: sums.add(m.max(STREAMS) * BLOCK), layout }
         }
     }
 
@@ -156,10 +156,10 @@ impl Parts {
 /// Widened rows and plain products, for groups of odd lengths.
 #[inline(always)]
 unsafe fn row_by_row<S: Simd>(task: &QuantisedFewRows) {
-    let Shape { m, k, x, .. } = task.shape;
-    // SAFETY: scratch is laid out as `Parts` says; operands are as the shape says.
+    let GemmShape { m, k, x, .. } = task.shape;
+    // SAFETY: scratch is laid out as `QuantisedScratch` says; operands are as the shape says.
     unsafe {
-        let parts = Parts::of(task);
+        let parts = QuantisedScratch::of(task);
         let padded = round_up(k, PAD);
         for i in 0..m {
             let to = parts.x.add(i * parts.layout.x_row);
@@ -188,9 +188,9 @@ unsafe fn row_by_row<S: Simd>(task: &QuantisedFewRows) {
 #[inline(always)]
 unsafe fn stream<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, group_log2: u32) {
     let m = task.shape.m;
-    // SAFETY: scratch is laid out as `Parts` says; operands are as the shape says.
+    // SAFETY: scratch is laid out as `QuantisedScratch` says; operands are as the shape says.
     unsafe {
-        let parts = Parts::of(task);
+        let parts = QuantisedScratch::of(task);
         let at_once = match C::HAS_INTEGERS && task.shape.x == DType::Bf16 {
             true if S::DOT_I8 => 4,
             true if S::DOT_I16 => 2,
@@ -212,7 +212,7 @@ unsafe fn stream<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, group_log2: 
         for block in task.columns.clone().step_by(BLOCK) {
             let count = (end - block).min(BLOCK);
             for j in (0..count).step_by(STREAMS) {
-                let lines = Lines { first: block + j, step: 1, end };
+                let lines = WeightStreams { first: block + j, step: 1, end };
                 (0..STREAMS).for_each(|r| parts.read_scales::<S>(task, lines.row(r), r));
                 for i in (0..m).step_by(X_ROWS) {
                     let sums = (parts.sums.add(i * BLOCK + j), 1);
@@ -236,14 +236,14 @@ unsafe fn stream<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, group_log2: 
 
 /// [`STREAMS`] weight rows, `step` apart; the last one stands for those that are not there.
 #[derive(Clone, Copy)]
-struct Lines {
+struct WeightStreams {
     first: usize,
     step: usize,
     /// The row behind the last one.
     end: usize,
 }
 
-impl Lines {
+impl WeightStreams {
     #[inline(always)]
     fn row(&self, r: usize) -> usize {
         (self.first + r * self.step).min(self.end - 1)
@@ -256,7 +256,7 @@ impl Lines {
 #[inline(always)]
 unsafe fn single<S: Simd, C: CodeWords<S>, const AT_ONCE: usize>(
     task: &QuantisedFewRows,
-    parts: &Parts,
+    parts: &QuantisedScratch,
     group_log2: u32,
 ) {
     let Range { start, end } = task.columns;
@@ -266,7 +266,7 @@ unsafe fn single<S: Simd, C: CodeWords<S>, const AT_ONCE: usize>(
         for block in (0..step).step_by(BLOCK) {
             let count = (step - block).min(BLOCK);
             for j in 0..count {
-                let lines = Lines { first: start + block + j, step, end };
+                let lines = WeightStreams { first: start + block + j, step, end };
                 (0..STREAMS).for_each(|r| parts.read_scales::<S>(task, lines.row(r), r));
                 let sums = (parts.sums.add(j), BLOCK);
                 products::<S, C, 1, AT_ONCE>(task, parts, lines, group_log2, 0, sums);
@@ -285,8 +285,12 @@ unsafe fn single<S: Simd, C: CodeWords<S>, const AT_ONCE: usize>(
 /// zero points. The powers of two of integers are in the second half of a row. Integers that meet four codes
 /// at once are vectors of their upper bytes and of their lower ones by turns.
 #[inline(always)]
-unsafe fn order_x<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, parts: &Parts, at_once: usize) {
-    let Shape { m, k, x, .. } = task.shape;
+unsafe fn order_x<S: Simd, C: CodeWords<S>>(
+    task: &QuantisedFewRows,
+    parts: &QuantisedScratch,
+    at_once: usize,
+) {
+    let GemmShape { m, k, x, .. } = task.shape;
     let span = S::LANES * C::PER_WORD;
     let padded = round_up(k, span);
     // SAFETY: as in `stream`; a row of ordered `x`, and the stage for one, hold whole spans.
@@ -359,8 +363,8 @@ fn power_of_two(values: &[f32], width: i32) -> f32 {
 #[inline(always)]
 unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize, const AT_ONCE: usize>(
     task: &QuantisedFewRows,
-    parts: &Parts,
-    lines: Lines,
+    parts: &QuantisedScratch,
+    lines: WeightStreams,
     group_log2: u32,
     row: usize,
     (sums, step): (*mut f32, usize),

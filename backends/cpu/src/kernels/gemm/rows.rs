@@ -1,10 +1,10 @@
 //! GEMM with few rows of `x`, bound by memory: every weight row is read once, in place, and meets all rows of
 //! `x` while it is in the cache.
 
-use super::{Operands, Shape, finish};
+use super::{GemmShape, Operands, finish};
 use crate::kernels::convert::{load, load_part, widen};
 use crate::kernels::round_up;
-use crate::kernels::simd::{Simd, Task};
+use crate::kernels::simd::{Simd, SimdTask};
 use mixfleet_hal::DType;
 use std::ops::Range;
 
@@ -22,21 +22,21 @@ pub(super) const AHEAD_BYTES: usize = 1024;
 const BLOCK: usize = 64;
 
 /// A task that computes the output columns `columns` of all rows.
-pub(crate) struct Rows {
-    pub(crate) shape: Shape,
+pub(crate) struct GemmRows {
+    pub(crate) shape: GemmShape,
     pub(crate) operands: Operands,
     pub(crate) columns: Range<usize>,
-    /// Scratch memory of [`Rows::scratch_words`] words.
+    /// Scratch memory of [`GemmRows::scratch_words`] words.
     pub(crate) scratch: *mut f32,
 }
 
-impl Rows {
+impl GemmRows {
     /// Returns the scratch words required: sums `[m, BLOCK]`, or of as many parts, and `x` in f32.
-    pub(crate) fn scratch_words(shape: &Shape) -> usize {
+    pub(crate) fn scratch_words(shape: &GemmShape) -> usize {
         Self::sums(shape) + shape.m * round_up(shape.k, 16)
     }
 
-    fn sums(shape: &Shape) -> usize {
+    fn sums(shape: &GemmShape) -> usize {
         shape.m * BLOCK * if shape.m <= PARTS_ROWS { PARTS } else { 1 }
     }
 }
@@ -99,7 +99,7 @@ widened!(FromBf16, DType::Bf16);
 widened!(FromF16, DType::F16);
 
 /// Pairs of bf16 on both sides.
-struct Pairs;
+struct Bf16Pairs;
 
 /// Loads the first `count < 2 * LANES` bf16, followed by zeros.
 ///
@@ -116,7 +116,7 @@ unsafe fn pairs_part<S: Simd>(from: *const u8, count: usize) -> S::V {
 }
 
 // SAFETY (all blocks): pointers are valid and the level is present, by the callers' promise.
-impl<S: Simd> LoadVectors<S> for Pairs {
+impl<S: Simd> LoadVectors<S> for Bf16Pairs {
     const ELEMENTS: usize = 2 * S::LANES;
     const X_BYTES: usize = 2;
     const W_BYTES: usize = 2;
@@ -147,7 +147,7 @@ impl<S: Simd> LoadVectors<S> for Pairs {
     }
 }
 
-impl Task for Rows {
+impl SimdTask for GemmRows {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
@@ -155,7 +155,7 @@ impl Task for Rows {
         // SAFETY: who made the task answers for its operands.
         unsafe {
             match self.shape.weight {
-                DType::Bf16 if dot => stream::<S, Pairs>(&self, self.operands.x.start),
+                DType::Bf16 if dot => stream::<S, Bf16Pairs>(&self, self.operands.x.start),
                 weight => {
                     let x = self.x_in_f32::<S>();
                     match weight {
@@ -169,11 +169,11 @@ impl Task for Rows {
     }
 }
 
-impl Rows {
+impl GemmRows {
     /// Returns `x` as dense f32 rows, in place or widened into scratch.
     #[inline(always)]
     unsafe fn x_in_f32<S: Simd>(&self) -> *const u8 {
-        let Shape { m, k, x, .. } = self.shape;
+        let GemmShape { m, k, x, .. } = self.shape;
         if x == DType::F32 {
             return self.operands.x.start;
         }
@@ -188,8 +188,8 @@ impl Rows {
 
 /// Computes all columns of the task, block by block.
 #[inline(always)]
-unsafe fn stream<S: Simd, L: LoadVectors<S>>(task: &Rows, x: *const u8) {
-    let Rows { shape, operands, columns, scratch: sums, .. } = task;
+unsafe fn stream<S: Simd, L: LoadVectors<S>>(task: &GemmRows, x: *const u8) {
+    let GemmRows { shape, operands, columns, scratch: sums, .. } = task;
     let row_bytes = shape.k * L::W_BYTES;
     // SAFETY: the caller's promise.
     unsafe {
@@ -216,7 +216,7 @@ unsafe fn stream<S: Simd, L: LoadVectors<S>>(task: &Rows, x: *const u8) {
                     octet::<S, L>(shape, x, w, end, sums);
                     j += STREAMS;
                 } else {
-                    let nothing = Ahead { at: w, lines: 0 };
+                    let nothing = RowPrefetch { at: w, lines: 0 };
                     for i in 0..shape.m {
                         let x = x.add(i * shape.k * L::X_BYTES);
                         dot::<S, L, 1, 1>(shape, x, w, nothing, sums.add(i * BLOCK));
@@ -234,8 +234,8 @@ unsafe fn stream<S: Simd, L: LoadVectors<S>>(task: &Rows, x: *const u8) {
 
 /// The products of all weight rows, in [`PARTS`] streams, and `X` rows of `x`.
 #[inline(always)]
-unsafe fn in_parts<S: Simd, L: LoadVectors<S>, const X: usize>(task: &Rows, x: *const u8) {
-    let Rows { shape, operands, columns: Range { start, end }, scratch: sums } = task;
+unsafe fn in_parts<S: Simd, L: LoadVectors<S>, const X: usize>(task: &GemmRows, x: *const u8) {
+    let GemmRows { shape, operands, columns: Range { start, end }, scratch: sums } = task;
     let part = (end - start).div_ceil(PARTS);
     let row = |row: usize| operands.weight.start.wrapping_add(row.min(end - 1) * shape.k * L::W_BYTES);
     for block in (0..part).step_by(BLOCK) {
@@ -300,7 +300,7 @@ unsafe fn side_by_side<S: Simd, L: LoadVectors<S>, const X: usize>(
 
 /// What a call of [`dot`] should prefetch.
 #[derive(Clone, Copy)]
-struct Ahead {
+struct RowPrefetch {
     at: *const u8,
     /// Number of cache lines per vector of k.
     lines: usize,
@@ -310,7 +310,7 @@ struct Ahead {
 /// parts per call of [`dot`], so that arithmetic and memory overlap even if several calls share rows.
 #[inline(always)]
 unsafe fn octet<S: Simd, L: LoadVectors<S>>(
-    shape: &Shape,
+    shape: &GemmShape,
     x: *const u8,
     w: *const u8,
     end: *const u8,
@@ -323,7 +323,7 @@ unsafe fn octet<S: Simd, L: LoadVectors<S>>(
     let lines = (STREAMS * L::ELEMENTS * L::W_BYTES / 64 / calls).max(1);
     // nothing belongs to this weight behind the last whole octet
     let lines = if next.wrapping_add(STREAMS * w_row) <= end { lines } else { 0 };
-    let mut ahead = Ahead { at: next, lines };
+    let mut ahead = RowPrefetch { at: next, lines };
     let part = lines * 64 * (shape.k / L::ELEMENTS);
     // SAFETY: the caller's promise: eight rows of weight, m rows of x, sums [m, BLOCK].
     unsafe {
@@ -351,10 +351,10 @@ unsafe fn octet<S: Simd, L: LoadVectors<S>>(
 /// `sums[i * BLOCK + r] = w[r] . x[i]` for `R` weight rows and `X` rows of `x`.
 #[inline(always)]
 unsafe fn dot<S: Simd, L: LoadVectors<S>, const R: usize, const X: usize>(
-    shape: &Shape,
+    shape: &GemmShape,
     x: *const u8,
     w: *const u8,
-    mut ahead: Ahead,
+    mut ahead: RowPrefetch,
     sums: *mut f32,
 ) {
     let (x_row, w_row) = (shape.k * L::X_BYTES, shape.k * L::W_BYTES);

@@ -8,10 +8,10 @@
 
 use super::packed::{PackSource, TRANSPOSE_WORDS, transpose};
 use super::rows::{AHEAD_BYTES, PARTS};
-use super::{Operands, Shape, finish};
+use super::{GemmShape, Operands, finish};
 use crate::kernels::quantised::QuantisedRows;
 use crate::kernels::round_up;
-use crate::kernels::simd::{Simd, Task};
+use crate::kernels::simd::{Simd, SimdTask};
 use std::arch::asm;
 use std::ops::Range;
 
@@ -41,13 +41,13 @@ pub(crate) fn x_tiles(m: usize) -> usize {
 }
 
 /// Returns the words that packed `x` takes.
-pub(crate) fn packed_words(shape: &Shape) -> usize {
+pub(crate) fn packed_words(shape: &GemmShape) -> usize {
     x_tiles(shape.m) * tile_words(shape.k)
 }
 
 /// Returns the weight rows of a panel, which give each worker several panels where there are enough rows.
 /// With few rows of `x` most of the time goes into packing, and a panel stays well within a common L2.
-pub(crate) fn panel_rows(shape: &Shape, workers: usize) -> usize {
+pub(crate) fn panel_rows(shape: &GemmShape, workers: usize) -> usize {
     const FEW_ROWS_BYTES: usize = 512 << 10;
     let few = shape.m <= ROWS;
     let fits = |rows: &usize| shape.n >= 4 * workers * rows && (!few || rows * 2 * shape.k <= FEW_ROWS_BYTES);
@@ -56,7 +56,7 @@ pub(crate) fn panel_rows(shape: &Shape, workers: usize) -> usize {
 
 /// Returns the words that packed rows take of `shape.m` choices, sorted by expert: an expert's last tile may
 /// have a single row.
-pub(crate) fn packed_words_of_experts(shape: &Shape, experts: usize) -> usize {
+pub(crate) fn packed_words_of_experts(shape: &GemmShape, experts: usize) -> usize {
     packed_words(shape) + experts.min(shape.m) * tile_words(shape.k)
 }
 
@@ -67,7 +67,7 @@ pub(crate) fn tile_words(k: usize) -> usize {
 
 /// A task that packs tiles of `x`.
 pub(crate) struct TileX {
-    pub(crate) shape: Shape,
+    pub(crate) shape: GemmShape,
     pub(crate) operands: Operands,
     pub(crate) tiles: Range<usize>,
     pub(crate) packed: *mut f32,
@@ -80,11 +80,11 @@ impl TileX {
     pub(crate) const SCRATCH_WORDS: usize = TRANSPOSE_WORDS;
 }
 
-impl Task for TileX {
+impl SimdTask for TileX {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let Shape { m, k, x, .. } = self.shape;
+        let GemmShape { m, k, x, .. } = self.shape;
         for tile in self.tiles {
             let first = tile * ROWS;
             let start = self.operands.x.at(x, first * k);
@@ -102,7 +102,7 @@ impl Task for TileX {
 
 /// A task that computes a panel of output columns for all rows. Only for a level with tiles.
 pub(crate) struct TilePanel<'a> {
-    pub(crate) shape: Shape,
+    pub(crate) shape: GemmShape,
     pub(crate) operands: Operands,
     /// The weights, if they are quantised.
     pub(crate) quantised: Option<QuantisedRows>,
@@ -120,14 +120,14 @@ pub(crate) struct TilePanel<'a> {
 impl TilePanel<'_> {
     /// Returns the scratch words required for panels of `rows`: the panel, sums, rows of the output, and a
     /// stage for weights that are not bf16.
-    pub(crate) fn scratch_words(shape: &Shape, rows: usize) -> usize {
+    pub(crate) fn scratch_words(shape: &GemmShape, rows: usize) -> usize {
         let rows = round_up(rows, 2 * ROWS);
         let sums = round_up(shape.m.min(X_ROWS), 2 * ROWS) * rows;
         rows * steps(shape.k) * ROWS + sums + 2 * ROWS * rows + STAGE
     }
 }
 
-impl Task for TilePanel<'_> {
+impl SimdTask for TilePanel<'_> {
     type Out = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
@@ -161,7 +161,7 @@ impl Task for TilePanel<'_> {
 
 /// Lines to fetch into the L2, in equal parts per multiplication of tiles.
 #[derive(Clone, Copy)]
-struct Ahead {
+struct L2Prefetch {
     at: *const u8,
     end: *const u8,
 }
@@ -171,7 +171,7 @@ impl TilePanel<'_> {
     /// there.
     #[inline(always)]
     unsafe fn pack<S: Simd>(&self, rows: usize, panel: *mut f32, stage: *mut f32) {
-        let Shape { k, weight, .. } = self.shape;
+        let GemmShape { k, weight, .. } = self.shape;
         let steps = steps(k);
         // SAFETY: the caller's promise: the panel has room for `rows`, the stage for STAGE numbers.
         unsafe {
@@ -216,14 +216,14 @@ impl TilePanel<'_> {
     }
 
     /// What the worker reads next.
-    fn ahead(&self, rows: usize) -> Ahead {
-        let Shape { n, k, weight, .. } = self.shape;
+    fn ahead(&self, rows: usize) -> L2Prefetch {
+        let GemmShape { n, k, weight, .. } = self.shape;
         let (start, end) = (self.next.min(n), (self.next + rows).min(n));
         if self.quantised.is_some() {
-            return Ahead { at: std::ptr::null(), end: std::ptr::null() };
+            return L2Prefetch { at: std::ptr::null(), end: std::ptr::null() };
         }
         let at = |row: usize| self.operands.weight.at(weight, row * k).cast_const();
-        Ahead { at: at(start), end: at(end) }
+        L2Prefetch { at: at(start), end: at(end) }
     }
 
     /// Adds what a chunk of k contributes to the sums of two tiles of `x`, from row `x` on: `[rows / 32, 4]`
@@ -235,7 +235,7 @@ impl TilePanel<'_> {
         x: usize,
         chunk: Range<usize>,
         (panel, sums): (*const f32, *mut f32),
-        ahead: &mut Ahead,
+        ahead: &mut L2Prefetch,
     ) {
         let steps = steps(self.shape.k);
         let right = self.packed.wrapping_add((x / ROWS * steps + chunk.start) * WORDS);
@@ -243,7 +243,7 @@ impl TilePanel<'_> {
         for block in 0..rows / (2 * ROWS) {
             let left = panel.wrapping_add((2 * block * steps + chunk.start) * WORDS);
             let fetched = if ahead.at < ahead.end { 128 } else { 0 };
-            let block = Block {
+            let block = TileBlock {
                 left,
                 left_stride: steps * BYTES,
                 right,
@@ -288,7 +288,7 @@ impl TilePanel<'_> {
 }
 
 /// Two tiles of weight rows times one or two tiles of `x`, over `steps` tiles of k.
-struct Block {
+struct TileBlock {
     left: *const f32,
     left_stride: usize,
     right: *const f32,
@@ -302,7 +302,7 @@ struct Block {
     fetched: usize,
 }
 
-impl Block {
+impl TileBlock {
     /// With two tiles of `x`.
     ///
     /// # Safety

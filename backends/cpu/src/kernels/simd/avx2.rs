@@ -1,6 +1,6 @@
 //! AVX2 with FMA and F16C: eight lanes.
 
-use super::{Simd, Task};
+use super::{Simd, SimdTask};
 use std::arch::x86_64::*;
 
 /// The level of every x86 server since 2013.
@@ -10,7 +10,7 @@ pub(super) struct Avx2;
 /// # Safety
 /// The level is present, and the task's pointers are valid.
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) unsafe fn run<T: Task>(task: T) -> T::Out {
+pub(super) unsafe fn run<T: SimdTask>(task: T) -> T::Out {
     // SAFETY: the caller's promise.
     unsafe { task.run::<Avx2>() }
 }

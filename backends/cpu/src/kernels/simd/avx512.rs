@@ -1,6 +1,6 @@
 //! AVX-512 (F, BW, VL, DQ): sixteen lanes; with AVX512-BF16 and VNNI also dot products of 16 bits.
 
-use super::{Simd, Task};
+use super::{Simd, SimdTask};
 use std::arch::x86_64::*;
 
 /// The level; `BF16` where `vdpbf16ps` and `vpdpwssd` are present.
@@ -10,7 +10,7 @@ pub(super) struct Avx512<const BF16: bool>;
 /// # Safety
 /// The level is present, and the task's pointers are valid.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
-pub(super) unsafe fn run<T: Task>(task: T) -> T::Out {
+pub(super) unsafe fn run<T: SimdTask>(task: T) -> T::Out {
     // SAFETY: the caller's promise.
     unsafe { task.run::<Avx512<false>>() }
 }
@@ -18,7 +18,7 @@ pub(super) unsafe fn run<T: Task>(task: T) -> T::Out {
 /// # Safety
 /// The level with AVX512-BF16 and AVX512-VNNI is present, and the task's pointers are valid.
 #[target_feature(enable = "avx512bf16,avx512vnni,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
-pub(super) unsafe fn run_bf16<T: Task>(task: T) -> T::Out {
+pub(super) unsafe fn run_bf16<T: SimdTask>(task: T) -> T::Out {
     // SAFETY: the caller's promise.
     unsafe { task.run::<Avx512<true>>() }
 }

@@ -1,6 +1,6 @@
 //! Vectors of f32 behind one trait, so that every kernel is written once and compiled per level.
 //!
-//! A kernel is a [`Task`]: its body is generic over [`Simd`] and `#[inline(always)]`, and
+//! A kernel is a [`SimdTask`]: its body is generic over [`Simd`] and `#[inline(always)]`, and
 //! [`Isa::run`] calls it inside a function that enables the level's instructions.
 
 #[cfg(target_arch = "x86_64")]
@@ -246,7 +246,7 @@ pub(crate) trait Simd: Copy + 'static {
 }
 
 /// A kernel body, generic over the level.
-pub(crate) trait Task {
+pub(crate) trait SimdTask {
     /// What it returns.
     type Out;
     /// The body; must be `#[inline(always)]`, or the level's instructions are not used in it.
@@ -261,7 +261,7 @@ impl Isa {
     ///
     /// # Safety
     /// The task's pointers are valid. (A value of `Isa` exists only for levels that are present.)
-    pub(crate) unsafe fn run<T: Task>(self, task: T) -> T::Out {
+    pub(crate) unsafe fn run<T: SimdTask>(self, task: T) -> T::Out {
         // SAFETY: `Isa` is only made by detection; the rest is the caller's promise.
         unsafe {
             match self {
@@ -317,7 +317,7 @@ mod tests {
     use super::*;
 
     struct ExpAll<'a>(&'a [f32], &'a mut [f32]);
-    impl Task for ExpAll<'_> {
+    impl SimdTask for ExpAll<'_> {
         type Out = ();
         #[inline(always)]
         unsafe fn run<S: Simd>(self) {
@@ -347,7 +347,7 @@ mod tests {
     }
 
     struct Words<'a>(&'a [u32], &'a mut [u32]);
-    impl Task for Words<'_> {
+    impl SimdTask for Words<'_> {
         type Out = usize;
         #[inline(always)]
         unsafe fn run<S: Simd>(self) -> usize {
@@ -359,7 +359,7 @@ mod tests {
     }
 
     struct DotI16<'a>([&'a [u32]; 3], &'a mut [u32]);
-    impl Task for DotI16<'_> {
+    impl SimdTask for DotI16<'_> {
         type Out = ();
         #[inline(always)]
         unsafe fn run<S: Simd>(self) {
@@ -390,7 +390,7 @@ mod tests {
     }
 
     struct Bytes<'a>([&'a [u32; 16]; 3], &'a [i8; 16], &'a mut [[u32; 16]; 3]);
-    impl Task for Bytes<'_> {
+    impl SimdTask for Bytes<'_> {
         type Out = ();
         #[inline(always)]
         unsafe fn run<S: Simd>(self) {

@@ -1,7 +1,7 @@
 //! NEON: eight lanes in two registers, so that 32 of them hold what the 16 of AVX2 do; where present also dot
 //! products of bytes and of bf16, whose intrinsics are not stable.
 
-use super::{Simd, Task};
+use super::{Simd, SimdTask};
 use std::arch::aarch64::*;
 use std::arch::asm;
 
@@ -9,12 +9,12 @@ use std::arch::asm;
 #[derive(Clone, Copy)]
 pub(super) struct Neon<const DOT: bool, const BF16: bool>;
 
-type V = [float32x4_t; 2];
+type NeonVector = [float32x4_t; 2];
 
 /// # Safety
 /// The level is present, and the task's pointers are valid.
 #[target_feature(enable = "neon")]
-pub(super) unsafe fn run<T: Task>(task: T) -> T::Out {
+pub(super) unsafe fn run<T: SimdTask>(task: T) -> T::Out {
     // SAFETY: the caller's promise.
     unsafe { task.run::<Neon<false, false>>() }
 }
@@ -22,7 +22,7 @@ pub(super) unsafe fn run<T: Task>(task: T) -> T::Out {
 /// # Safety
 /// The level with dot products of bytes is present, and the task's pointers are valid.
 #[target_feature(enable = "neon,dotprod")]
-pub(super) unsafe fn run_dot<T: Task>(task: T) -> T::Out {
+pub(super) unsafe fn run_dot<T: SimdTask>(task: T) -> T::Out {
     // SAFETY: the caller's promise.
     unsafe { task.run::<Neon<true, false>>() }
 }
@@ -30,13 +30,13 @@ pub(super) unsafe fn run_dot<T: Task>(task: T) -> T::Out {
 /// # Safety
 /// The level with dot products of bytes and of bf16 is present, and the task's pointers are valid.
 #[target_feature(enable = "neon,dotprod,bf16")]
-pub(super) unsafe fn run_bf16<T: Task>(task: T) -> T::Out {
+pub(super) unsafe fn run_bf16<T: SimdTask>(task: T) -> T::Out {
     // SAFETY: the caller's promise.
     unsafe { task.run::<Neon<true, true>>() }
 }
 
 #[inline(always)]
-fn each(f: impl Fn(usize) -> float32x4_t) -> V {
+fn each(f: impl Fn(usize) -> float32x4_t) -> NeonVector {
     [f(0), f(1)]
 }
 
@@ -98,7 +98,7 @@ unsafe fn to_bf16<const BF16: bool>(v: float32x4_t) -> uint16x4_t {
 
 /// Lane i is lane `i >> log2`.
 #[inline(always)]
-unsafe fn repeated([low, high]: V, log2: u32) -> V {
+unsafe fn repeated([low, high]: NeonVector, log2: u32) -> NeonVector {
     // SAFETY: register arithmetic of the level.
     unsafe {
         match log2 {
@@ -123,20 +123,20 @@ impl<const DOT: bool, const BF16: bool> Simd for Neon<DOT, BF16> {
     const DOT_BF16: bool = BF16;
     const DOT_I16: bool = false;
     const DOT_I8: bool = DOT;
-    type V = V;
+    type V = NeonVector;
 
     #[inline(always)]
-    unsafe fn splat(value: f32) -> V {
+    unsafe fn splat(value: f32) -> NeonVector {
         // SAFETY: see above.
         unsafe { [vdupq_n_f32(value); 2] }
     }
     #[inline(always)]
-    unsafe fn load(from: *const f32) -> V {
+    unsafe fn load(from: *const f32) -> NeonVector {
         // SAFETY: see above.
         unsafe { [vld1q_f32(from), vld1q_f32(from.add(4))] }
     }
     #[inline(always)]
-    unsafe fn store(to: *mut f32, [low, high]: V) {
+    unsafe fn store(to: *mut f32, [low, high]: NeonVector) {
         // SAFETY: see above.
         unsafe {
             vst1q_f32(to, low);
@@ -144,7 +144,7 @@ impl<const DOT: bool, const BF16: bool> Simd for Neon<DOT, BF16> {
         }
     }
     #[inline(always)]
-    unsafe fn load_bf16(from: *const u16) -> V {
+    unsafe fn load_bf16(from: *const u16) -> NeonVector {
         // SAFETY: see above.
         unsafe {
             let (zeros, halves) = (vdupq_n_u16(0), vld1q_u16(from));
@@ -152,7 +152,7 @@ impl<const DOT: bool, const BF16: bool> Simd for Neon<DOT, BF16> {
         }
     }
     #[inline(always)]
-    unsafe fn load_f16(from: *const u16) -> V {
+    unsafe fn load_f16(from: *const u16) -> NeonVector {
         // SAFETY: see above.
         unsafe {
             let halves = vld1q_u16(from);
@@ -160,58 +160,58 @@ impl<const DOT: bool, const BF16: bool> Simd for Neon<DOT, BF16> {
         }
     }
     #[inline(always)]
-    unsafe fn store_bf16(to: *mut u16, [low, high]: V) {
+    unsafe fn store_bf16(to: *mut u16, [low, high]: NeonVector) {
         // SAFETY: see above.
         unsafe { vst1q_u16(to, vcombine_u16(to_bf16::<BF16>(low), to_bf16::<BF16>(high))) }
     }
     #[inline(always)]
-    unsafe fn store_f16(to: *mut u16, [low, high]: V) {
+    unsafe fn store_f16(to: *mut u16, [low, high]: NeonVector) {
         // SAFETY: see above.
         unsafe { vst1q_u16(to, vcombine_u16(to_f16(low), to_f16(high))) }
     }
     #[inline(always)]
-    unsafe fn add(a: V, b: V) -> V {
+    unsafe fn add(a: NeonVector, b: NeonVector) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe { vaddq_f32(a[i], b[i]) })
     }
     #[inline(always)]
-    unsafe fn sub(a: V, b: V) -> V {
+    unsafe fn sub(a: NeonVector, b: NeonVector) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe { vsubq_f32(a[i], b[i]) })
     }
     #[inline(always)]
-    unsafe fn mul(a: V, b: V) -> V {
+    unsafe fn mul(a: NeonVector, b: NeonVector) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe { vmulq_f32(a[i], b[i]) })
     }
     #[inline(always)]
-    unsafe fn div(a: V, b: V) -> V {
+    unsafe fn div(a: NeonVector, b: NeonVector) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe { vdivq_f32(a[i], b[i]) })
     }
     #[inline(always)]
-    unsafe fn max(a: V, b: V) -> V {
+    unsafe fn max(a: NeonVector, b: NeonVector) -> NeonVector {
         // not `fmax`, which is NaN when `a` is
         // SAFETY: see above.
         each(|i| unsafe { vbslq_f32(vcgtq_f32(a[i], b[i]), a[i], b[i]) })
     }
     #[inline(always)]
-    unsafe fn min(a: V, b: V) -> V {
+    unsafe fn min(a: NeonVector, b: NeonVector) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe { vbslq_f32(vcltq_f32(a[i], b[i]), a[i], b[i]) })
     }
     #[inline(always)]
-    unsafe fn fma(a: V, b: V, c: V) -> V {
+    unsafe fn fma(a: NeonVector, b: NeonVector, c: NeonVector) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe { vfmaq_f32(c[i], a[i], b[i]) })
     }
     #[inline(always)]
-    unsafe fn sum([low, high]: V) -> f32 {
+    unsafe fn sum([low, high]: NeonVector) -> f32 {
         // SAFETY: see above.
         unsafe { vaddvq_f32(vaddq_f32(low, high)) }
     }
     #[inline(always)]
-    unsafe fn store_sums(to: *mut f32, v: [V; 4]) {
+    unsafe fn store_sums(to: *mut f32, v: [NeonVector; 4]) {
         // SAFETY: see above; `to` has room for four.
         unsafe {
             let [a, b, c, d] = v.map(|[low, high]| vaddq_f32(low, high));
@@ -219,17 +219,17 @@ impl<const DOT: bool, const BF16: bool> Simd for Neon<DOT, BF16> {
         }
     }
     #[inline(always)]
-    unsafe fn max_lane([low, high]: V) -> f32 {
+    unsafe fn max_lane([low, high]: NeonVector) -> f32 {
         // SAFETY: see above.
         unsafe { vmaxnmvq_f32(vmaxnmq_f32(low, high)) }
     }
     #[inline(always)]
-    unsafe fn round(v: V) -> V {
+    unsafe fn round(v: NeonVector) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe { vrndnq_f32(v[i]) })
     }
     #[inline(always)]
-    unsafe fn scale(v: V, n: V) -> V {
+    unsafe fn scale(v: NeonVector, n: NeonVector) -> NeonVector {
         // in two factors, because 2^-150 and 2^128 are no normal numbers
         // SAFETY: see above.
         each(|i| unsafe {
@@ -240,32 +240,32 @@ impl<const DOT: bool, const BF16: bool> Simd for Neon<DOT, BF16> {
         })
     }
     #[inline(always)]
-    unsafe fn zero_below(v: V, x: V, least: f32) -> V {
+    unsafe fn zero_below(v: NeonVector, x: NeonVector, least: f32) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe { of_words(vbicq_u32(words(v[i]), vcltq_f32(x[i], vdupq_n_f32(least)))) })
     }
     #[inline(always)]
-    unsafe fn bf16_low(v: V) -> V {
+    unsafe fn bf16_low(v: NeonVector) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe { of_words(vshlq_n_u32::<16>(words(v[i]))) })
     }
     #[inline(always)]
-    unsafe fn bf16_high(v: V) -> V {
+    unsafe fn bf16_high(v: NeonVector) -> NeonVector {
         // SAFETY: see above.
         unsafe { Self::masked(v, 0xFFFF_0000) }
     }
     #[inline(always)]
-    unsafe fn f16_low(v: V) -> V {
+    unsafe fn f16_low(v: NeonVector) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe { from_f16(vmovn_u32(words(v[i]))) })
     }
     #[inline(always)]
-    unsafe fn f16_high(v: V) -> V {
+    unsafe fn f16_high(v: NeonVector) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe { from_f16(vshrn_n_u32::<16>(words(v[i]))) })
     }
     #[inline(always)]
-    unsafe fn dot_bf16(acc: V, a: V, b: V) -> V {
+    unsafe fn dot_bf16(acc: NeonVector, a: NeonVector, b: NeonVector) -> NeonVector {
         // SAFETY: see above; BF16 says that the instruction is present.
         unsafe {
             if !BF16 {
@@ -282,32 +282,32 @@ impl<const DOT: bool, const BF16: bool> Simd for Neon<DOT, BF16> {
         }
     }
     #[inline(always)]
-    unsafe fn shifted(v: V, bits: u32) -> V {
+    unsafe fn shifted(v: NeonVector, bits: u32) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe { of_words(vshlq_u32(words(v[i]), vdupq_n_s32(-bits.cast_signed()))) })
     }
     #[inline(always)]
-    unsafe fn shifted_left(v: V, bits: u32) -> V {
+    unsafe fn shifted_left(v: NeonVector, bits: u32) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe { of_words(vshlq_u32(words(v[i]), vdupq_n_s32(bits.cast_signed()))) })
     }
     #[inline(always)]
-    unsafe fn masked(v: V, mask: u32) -> V {
+    unsafe fn masked(v: NeonVector, mask: u32) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe { of_words(vandq_u32(words(v[i]), vdupq_n_u32(mask))) })
     }
     #[inline(always)]
-    unsafe fn or(a: V, b: V) -> V {
+    unsafe fn or(a: NeonVector, b: NeonVector) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe { of_words(vorrq_u32(words(a[i]), words(b[i]))) })
     }
     #[inline(always)]
-    unsafe fn number(v: V) -> V {
+    unsafe fn number(v: NeonVector) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe { vcvtq_f32_s32(vreinterpretq_s32_f32(v[i])) })
     }
     #[inline(always)]
-    unsafe fn byte_on_top(v: V, byte: u32) -> V {
+    unsafe fn byte_on_top(v: NeonVector, byte: u32) -> NeonVector {
         // SAFETY: see above; a lookup beyond byte 15 is zero.
         each(|i| unsafe {
             let first = vreinterpretq_u32_u8(vcombine_u8(
@@ -319,7 +319,7 @@ impl<const DOT: bool, const BF16: bool> Simd for Neon<DOT, BF16> {
         })
     }
     #[inline(always)]
-    unsafe fn load_bytes(from: *const u8) -> V {
+    unsafe fn load_bytes(from: *const u8) -> NeonVector {
         // SAFETY: see above.
         unsafe {
             let wide = vmovl_u8(vld1_u8(from));
@@ -327,7 +327,7 @@ impl<const DOT: bool, const BF16: bool> Simd for Neon<DOT, BF16> {
         }
     }
     #[inline(always)]
-    unsafe fn store_interleaved(to: *mut f32, [a, b]: [V; 2]) {
+    unsafe fn store_interleaved(to: *mut f32, [a, b]: [NeonVector; 2]) {
         // SAFETY: see above.
         unsafe {
             vst2q_f32(to, float32x4x2_t(a[0], b[0]));
@@ -335,7 +335,7 @@ impl<const DOT: bool, const BF16: bool> Simd for Neon<DOT, BF16> {
         }
     }
     #[inline(always)]
-    unsafe fn e2m1(v: V) -> V {
+    unsafe fn e2m1(v: NeonVector) -> NeonVector {
         // SAFETY: see above; a lookup beyond byte 31 is zero.
         each(|i| unsafe {
             let table = uint8x16x2_t(vld1q_u8(E2M1_BYTES.as_ptr()), vld1q_u8(E2M1_BYTES.as_ptr().add(16)));
@@ -345,7 +345,7 @@ impl<const DOT: bool, const BF16: bool> Simd for Neon<DOT, BF16> {
         })
     }
     #[inline(always)]
-    unsafe fn spread_words(v: V, log2: u32, width: u32) -> V {
+    unsafe fn spread_words(v: NeonVector, log2: u32, width: u32) -> NeonVector {
         // SAFETY: see above.
         unsafe {
             let spread = repeated(v, log2);
@@ -358,7 +358,7 @@ impl<const DOT: bool, const BF16: bool> Simd for Neon<DOT, BF16> {
         }
     }
     #[inline(always)]
-    unsafe fn spread(from: *const f32, log2: u32) -> V {
+    unsafe fn spread(from: *const f32, log2: u32) -> NeonVector {
         // SAFETY: see above.
         unsafe { repeated(Self::load(from), log2) }
     }
@@ -398,7 +398,7 @@ impl<const DOT: bool, const BF16: bool> Simd for Neon<DOT, BF16> {
     }
 
     #[inline(always)]
-    unsafe fn dot_i8(acc: V, a: V, b: V) -> V {
+    unsafe fn dot_i8(acc: NeonVector, a: NeonVector, b: NeonVector) -> NeonVector {
         // SAFETY: see above; DOT says that the instruction is present.
         each(|i| unsafe {
             if !DOT {
@@ -415,7 +415,7 @@ impl<const DOT: bool, const BF16: bool> Simd for Neon<DOT, BF16> {
         })
     }
     #[inline(always)]
-    unsafe fn nibble_bytes<const UPPER: bool>(v: V, table: &[i8; 16]) -> V {
+    unsafe fn nibble_bytes<const UPPER: bool>(v: NeonVector, table: &[i8; 16]) -> NeonVector {
         // SAFETY: see above.
         each(|i| unsafe {
             let bytes = vreinterpretq_u8_f32(v[i]);
