@@ -14,7 +14,7 @@ const GUARD_BYTES: u64 = 256;
 
 /// The reason for a missing result.
 #[derive(Debug)]
-pub(crate) enum Trouble {
+pub(crate) enum BenchError {
     /// The device does not claim support.
     Unsupported,
     /// The case could not be tried.
@@ -29,13 +29,13 @@ pub(crate) enum Trouble {
     Lost(String),
 }
 
-impl From<Error> for Trouble {
+impl From<Error> for BenchError {
     fn from(error: Error) -> Self {
         match error.kind {
-            ErrorKind::OutOfMemory => Trouble::NotRun(format!("out of memory: {error}")),
-            ErrorKind::Timeout => Trouble::Hung(error.to_string()),
-            ErrorKind::DeviceLost => Trouble::Lost(error.to_string()),
-            kind => Trouble::Failed(format!("{kind:?}: {error}")),
+            ErrorKind::OutOfMemory => BenchError::NotRun(format!("out of memory: {error}")),
+            ErrorKind::Timeout => BenchError::Hung(error.to_string()),
+            ErrorKind::DeviceLost => BenchError::Lost(error.to_string()),
+            kind => BenchError::Failed(format!("{kind:?}: {error}")),
         }
     }
 }
@@ -51,7 +51,7 @@ pub(crate) enum SubmitMode {
 
 /// The operands of a finished operation.
 #[derive(Debug)]
-pub(crate) struct Done {
+pub(crate) struct FinishedOperands {
     /// Decoded operands, in order; paged KV is `[slots, kv_heads, head_dim]`.
     pub(crate) operands: Vec<Vec<f64>>,
     /// Raw bytes of the written operands (paged KV as gathered), for bitwise comparison.
@@ -59,7 +59,7 @@ pub(crate) struct Done {
 }
 
 /// A device under test.
-pub(crate) struct Bench<'a> {
+pub(crate) struct ConformanceBench<'a> {
     pub(crate) device: &'a dyn Device,
     pub(crate) timeout: Duration,
 }
@@ -82,7 +82,7 @@ impl Guarded {
     }
 
     /// Returns the operand's bytes after checking the guards.
-    fn read(&self, device: &dyn Device, operand: &Operand) -> Result<Vec<u8>, Trouble> {
+    fn read(&self, device: &dyn Device, operand: &Operand) -> Result<Vec<u8>, BenchError> {
         let mut now = vec![0; self.image.len()];
         device.read(&self.whole, &mut now)?;
         let inner = self.range();
@@ -93,13 +93,16 @@ impl Guarded {
                 "wrote outside operand '{}': byte {distance} of its {}",
                 operand.name, self.inner.bytes
             );
-            return Err(Trouble::Failed(message));
+            return Err(BenchError::Failed(message));
         }
         if operand.access == OperandAccess::Read
             && let Extent::Exactly(_) = operand.extent
             && now[inner.clone()] != self.image[inner.clone()]
         {
-            return Err(Trouble::Failed(format!("changed operand '{}', which is only read", operand.name)));
+            return Err(BenchError::Failed(format!(
+                "changed operand '{}', which is only read",
+                operand.name
+            )));
         }
         Ok(now[inner].to_vec())
     }
@@ -111,7 +114,7 @@ fn live_slots(pool: &[f64], width: usize) -> Vec<f64> {
 }
 
 /// What is needed to access the contents of an operation's paged KV.
-struct Pools {
+struct PagedOperands {
     /// Indices of the operands `k_pool` and `v_pool`, if there is one.
     at: Range<usize>,
     /// Number of values per slot.
@@ -121,8 +124,8 @@ struct Pools {
     gather: OpSig,
 }
 
-impl Pools {
-    fn of(sig: &OpSig, operands: &[Vec<f64>]) -> Option<Pools> {
+impl PagedOperands {
+    fn of(sig: &OpSig, operands: &[Vec<f64>]) -> Option<PagedOperands> {
         let at = sig.operands().iter().position(|operand| operand.name == "k_pool")?;
         let (kv, wire) = sig.kv().map(|kv| (kv, kv.dtype))?;
         let width = (kv.kv_heads * kv.head_dim) as usize;
@@ -130,7 +133,7 @@ impl Pools {
         let live = live_slots(&operands[at.start], width);
         let tokens = to_u32(live.len());
         let (scatter, gather) = (OpSig::KvScatter { tokens, wire, kv }, OpSig::KvGather { tokens, wire, kv });
-        Some(Pools { at, width, live, scatter, gather })
+        Some(PagedOperands { at, width, live, scatter, gather })
     }
 
     /// Returns the live slots' contents in the wire layout.
@@ -160,16 +163,16 @@ impl Pools {
     }
 }
 
-impl Bench<'_> {
+impl ConformanceBench<'_> {
     /// Runs `sig` on `operands` (decoded, paged KV logical) and returns the resulting operands.
     pub(crate) fn execute(
         &self,
         sig: &OpSig,
         operands: &[Vec<f64>],
         way: SubmitMode,
-    ) -> Result<Done, Trouble> {
+    ) -> Result<FinishedOperands, BenchError> {
         if self.device.support(sig) == Support::No {
-            return Err(Trouble::Unsupported);
+            return Err(BenchError::Unsupported);
         }
         let kinds = sig.operands();
         let mut placed = Vec::with_capacity(kinds.len());
@@ -178,7 +181,7 @@ impl Bench<'_> {
         }
         let args: Vec<Slice> = placed.iter().map(|p| p.inner.clone()).collect();
         let mut cmds = vec![Cmd::new(*sig, &args)?];
-        let pools = Pools::of(sig, operands).filter(|pools| !pools.live.is_empty());
+        let pools = PagedOperands::of(sig, operands).filter(|pools| !pools.live.is_empty());
         let mut gathered = None;
         if let Some(pools) = &pools {
             gathered = Some(self.surround(pools, operands, &args, &mut cmds)?);
@@ -199,21 +202,21 @@ impl Bench<'_> {
             pools.unwire(&decoded(&pools.gather, &operand, &bytes), &mut after);
             written.push(bytes);
         }
-        Ok(Done { operands: after, written })
+        Ok(FinishedOperands { operands: after, written })
     }
 
     /// Inserts a scatter of the KV contents before the commands and a gather after them, and returns where
     /// the gather writes.
     fn surround(
         &self,
-        pools: &Pools,
+        pools: &PagedOperands,
         operands: &[Vec<f64>],
         args: &[Slice],
         cmds: &mut Vec<Cmd>,
-    ) -> Result<Guarded, Trouble> {
+    ) -> Result<Guarded, BenchError> {
         for sig in [&pools.scatter, &pools.gather] {
             if self.device.support(sig) == Support::No {
-                return Err(Trouble::NotRun(format!("needs {}, which the device lacks", sig.name())));
+                return Err(BenchError::NotRun(format!("needs {}, which the device lacks", sig.name())));
             }
         }
         let [wire, slots, ..] = &pools.scatter.operands()[..] else { unreachable!("scatter has 3 operands") };
@@ -231,14 +234,14 @@ impl Bench<'_> {
     /// Allocates an operand between guards, at an offset that varies between operands, and writes `bytes`
     /// into it. Operands that are only written are filled with a NaN pattern that no result has. So is paged
     /// KV, whose contents only operations may access.
-    fn place(&self, operand: &Operand, bytes: &[u8], shift: u64) -> Result<Guarded, Trouble> {
+    fn place(&self, operand: &Operand, bytes: &[u8], shift: u64) -> Result<Guarded, BenchError> {
         let limits = self.device.limits();
         // alignments and element sizes are powers of two, so the larger is a multiple of the other
         let align = limits.alignment_bytes.max(operand.dtype.size_bytes());
         let before = GUARD_BYTES.next_multiple_of(align) + shift % 3 * align;
         let total = before + bytes.len() as u64 + GUARD_BYTES;
         if total > limits.allocation_bytes_max {
-            return Err(Trouble::NotRun(format!("needs an allocation of {total} bytes")));
+            return Err(BenchError::NotRun(format!("needs an allocation of {total} bytes")));
         }
         let role =
             if let Extent::PagesOf(_) = operand.extent { BufferUsage::Kv } else { BufferUsage::Activations };
@@ -254,7 +257,7 @@ impl Bench<'_> {
     }
 
     /// Runs a batch to completion on a queue of its own.
-    pub(crate) fn finish(&self, cmds: &[Cmd], way: SubmitMode) -> Result<(), Trouble> {
+    pub(crate) fn finish(&self, cmds: &[Cmd], way: SubmitMode) -> Result<(), BenchError> {
         let mut queue = self.device.queue()?;
         let ticket = match way {
             SubmitMode::Submit => queue.submit(cmds),
@@ -267,14 +270,14 @@ impl Bench<'_> {
         let elapsed = ticket.and_then(|ticket| queue.wait(ticket, self.timeout));
         match elapsed {
             Ok(elapsed) if elapsed.time.0.is_finite() && elapsed.time.0 >= 0.0 => Ok(()),
-            Ok(elapsed) => Err(Trouble::Failed(format!("a batch took {} s", elapsed.time.0))),
+            Ok(elapsed) => Err(BenchError::Failed(format!("a batch took {} s", elapsed.time.0))),
             Err(error) => Err(abandon(queue, cmds, error)),
         }
     }
 }
 
 /// Abandons a failed queue. A hanging one is leaked with its operands, since dropping them might block.
-fn abandon(queue: Box<dyn Queue>, cmds: &[Cmd], error: Error) -> Trouble {
+fn abandon(queue: Box<dyn Queue>, cmds: &[Cmd], error: Error) -> BenchError {
     if error.kind == ErrorKind::Timeout {
         std::mem::forget((queue, cmds.to_vec()));
     }

@@ -288,7 +288,7 @@ fn quantised_embed(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
 }
 
 /// Error bounds of one head's un-normalised attention, with the exact sum.
-struct Attention {
+struct AttentionBounds {
     max: f64,
     max_error: f64,
     sum: f64,
@@ -305,7 +305,7 @@ struct Attention {
 /// sums by an exp and a product, whose argument errors telescope to another 4u (|s_j| + |max|).
 /// Devices that feed matrix units may round the weights to the activations' dtype: `u_x * p_j`, and
 /// below f16's range half of its least subnormal.
-fn attention(sig: &OpSig, (q, keys): oracle::HeadView<'_>, x: DType) -> Attention {
+fn attention(sig: &OpSig, (q, keys): oracle::HeadView<'_>, x: DType) -> AttentionBounds {
     let (scale, value_dim) = oracle::scale_and_values(sig);
     let n = keys.len();
     let mut scores = Vec::with_capacity(n); // (score, delta)
@@ -326,7 +326,8 @@ fn attention(sig: &OpSig, (q, keys): oracle::HeadView<'_>, x: DType) -> Attentio
     };
     let summing = gamma(2 * n + 2) + n as f64 * EXP;
     let [acc_error, acc_size] = [(); 2].map(|()| vec![0.0; value_dim]);
-    let mut out = Attention { max, max_error: delta_max, sum: 0.0, sum_error: 0.0, acc_error, acc_size };
+    let mut out =
+        AttentionBounds { max, max_error: delta_max, sum: 0.0, sum_error: 0.0, acc_error, acc_size };
     for (&(score, delta), (_, v)) in scores.iter().zip(&keys) {
         let p = (score - max).exp();
         let argument = delta + delta_max + 8.0 * U * (score.abs() + max.abs());

@@ -54,7 +54,7 @@ pub struct Case {
 const EDGES: [u32; 18] = [1, 2, 3, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33, 61, 63, 64, 65];
 use DType::{Bf16, F16, F32};
 
-struct Builder {
+struct CaseBuilder {
     cases: Vec<Case>,
     full: bool,
     page_tokens: u32,
@@ -63,7 +63,7 @@ struct Builder {
 /// Returns all cases of a level for a device with these limits.
 pub fn cases(level: SuiteLevel, limits: &DeviceLimits) -> Vec<Case> {
     let page_tokens = limits.kv_page_tokens.max(1);
-    let mut b = Builder { cases: Vec::new(), full: level == SuiteLevel::Full, page_tokens };
+    let mut b = CaseBuilder { cases: Vec::new(), full: level == SuiteLevel::Full, page_tokens };
     b.rows();
     b.gemm();
     b.quantised();
@@ -91,13 +91,13 @@ fn pairs(spread: &[(u32, u32)], window: Option<u32>) -> u64 {
 
 /// Shape of attention's heads.
 #[derive(Clone, Copy)]
-struct Heads {
+struct CaseHeads {
     ratio: u32,
     kv_heads: u32,
     head_dim: u32,
 }
 
-const SMALL: Heads = Heads { ratio: 2, kv_heads: 2, head_dim: 16 };
+const SMALL: CaseHeads = CaseHeads { ratio: 2, kv_heads: 2, head_dim: 16 };
 
 /// Whole rows share a scale.
 const WHOLE: u32 = 1 << 20;
@@ -135,7 +135,7 @@ fn kinds() -> Vec<Quantised> {
     ]
 }
 
-impl Builder {
+impl CaseBuilder {
     fn push(&mut self, sig: OpSig, spread: TokenSpread) {
         let seed = self.cases.len() as u64 + 1;
         self.cases.push(Case { sig, spread, seed });
@@ -364,12 +364,12 @@ impl Builder {
     fn attn_prefill(
         &mut self,
         spread: &[(u32, u32)],
-        shape: Heads,
+        shape: CaseHeads,
         page_tokens: u32,
         masks: (Option<u32>, bool),
         (x, dtype): (DType, DType),
     ) {
-        let Heads { kv_heads, head_dim, .. } = shape;
+        let CaseHeads { kv_heads, head_dim, .. } = shape;
         let kv = KvShape { kv_heads, head_dim, page_tokens, dtype, latent: None };
         self.prefill_over(spread, shape, kv, masks, x);
     }
@@ -377,7 +377,7 @@ impl Builder {
     fn prefill_over(
         &mut self,
         spread: &[(u32, u32)],
-        shape: Heads,
+        shape: CaseHeads,
         kv: KvShape,
         (window, sinks): (Option<u32>, bool),
         x: DType,
@@ -410,7 +410,7 @@ impl Builder {
             if self.full || ratio % 3 == 1 {
                 self.attn_prefill(
                     &[(2, 2), (3, 11)],
-                    Heads { ratio, kv_heads, head_dim: 16 },
+                    CaseHeads { ratio, kv_heads, head_dim: 16 },
                     p,
                     (None, false),
                     own,
@@ -418,7 +418,7 @@ impl Builder {
             }
         }
         for &head_dim in self.head_dims() {
-            let shape = Heads { ratio: 3, kv_heads: 2, head_dim };
+            let shape = CaseHeads { ratio: 3, kv_heads: 2, head_dim };
             self.attn_prefill(&[(7, 7), (4, 30)], shape, p, (None, false), own);
             self.attn_prefill(&[(9, 9), (3, 20)], shape, p, (None, true), own);
             self.attn_prefill(&[(5, 70)], shape, p, (Some(33), true), (Bf16, Bf16));
@@ -447,7 +447,7 @@ impl Builder {
         for &e in self.sweep() {
             self.attn_prefill(
                 &[(e, e + 2)],
-                Heads { ratio: 2, kv_heads: 1, head_dim: 16 },
+                CaseHeads { ratio: 2, kv_heads: 1, head_dim: 16 },
                 p,
                 (None, e % 2 == 0),
                 own,
@@ -458,7 +458,7 @@ impl Builder {
     fn attn_decode(
         &mut self,
         ranges: &[(u32, u32)],
-        shape: Heads,
+        shape: CaseHeads,
         page_tokens: u32,
         (x, kv): (DType, DType),
     ) {
@@ -489,11 +489,11 @@ impl Builder {
         let own = (F32, Bf16);
         for (ratio, kv_heads) in (1..=8).map(|ratio| (ratio, 2)).chain([(3, 1), (1, 5)]) {
             if self.full || ratio % 3 == 1 {
-                self.attn_decode(&[(0, 11), (2, 3)], Heads { ratio, kv_heads, head_dim: 16 }, p, own);
+                self.attn_decode(&[(0, 11), (2, 3)], CaseHeads { ratio, kv_heads, head_dim: 16 }, p, own);
             }
         }
         for &head_dim in self.head_dims() {
-            let shape = Heads { ratio: 3, kv_heads: 2, head_dim };
+            let shape = CaseHeads { ratio: 3, kv_heads: 2, head_dim };
             self.attn_decode(&[(0, 37), (5, 23)], shape, p, own);
             self.attn_decode(&[(0, 37), (5, 23)], shape, p, (Bf16, F16));
         }

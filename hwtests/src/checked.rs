@@ -1,32 +1,37 @@
 //! One operation on a device, held against the oracle.
 
-use crate::bench::{Bench, Done, SubmitMode, Trouble};
+use crate::bench::{BenchError, ConformanceBench, FinishedOperands, SubmitMode};
 use crate::{bounds, oracle};
 use mixfleet_hal::OpSig;
 use mixfleet_hal::op::Extent;
 
 /// A result within its bounds.
 pub(crate) struct Checked {
-    pub(crate) done: Done,
+    pub(crate) done: FinishedOperands,
     /// The largest error as a share of its bound.
     pub(crate) ratio: f64,
 }
 
 /// Runs an operation by submission and by replay; both results must be within the bounds and bitwise equal.
-pub(crate) fn checked(bench: &Bench<'_>, sig: &OpSig, operands: &[Vec<f64>]) -> Result<Checked, Trouble> {
+pub(crate) fn checked(
+    bench: &ConformanceBench<'_>,
+    sig: &OpSig,
+    operands: &[Vec<f64>],
+) -> Result<Checked, BenchError> {
     let done = bench.execute(sig, operands, SubmitMode::Submit)?;
     let mut want = operands.to_vec();
-    oracle::run(sig, &mut want).map_err(|e| Trouble::NotRun(format!("the oracle refuses the case: {e}")))?;
+    oracle::run(sig, &mut want)
+        .map_err(|e| BenchError::NotRun(format!("the oracle refuses the case: {e}")))?;
     let ratio = compare(sig, operands, &done.operands, &want)?;
     let again = bench.execute(sig, operands, SubmitMode::Replay)?;
     if again.written != done.written {
-        return Err(Trouble::Failed("two runs of the same command differ".to_owned()));
+        return Err(BenchError::Failed("two runs of the same command differ".to_owned()));
     }
     Ok(Checked { done, ratio })
 }
 
 /// Returns the largest error as a share of its bound, or the first element out of bounds and the worst.
-fn compare(sig: &OpSig, before: &[Vec<f64>], got: &[Vec<f64>], want: &[Vec<f64>]) -> Result<f64, Trouble> {
+fn compare(sig: &OpSig, before: &[Vec<f64>], got: &[Vec<f64>], want: &[Vec<f64>]) -> Result<f64, BenchError> {
     let (kinds, mut worst) = (sig.operands(), 0.0f64);
     let (mut first, mut wrong) = (None, 0u64);
     for (o, bounds) in bounds::bounds(sig, before, want).into_iter().enumerate() {
@@ -53,11 +58,11 @@ fn compare(sig: &OpSig, before: &[Vec<f64>], got: &[Vec<f64>], want: &[Vec<f64>]
     }
     match first {
         None => Ok(worst),
-        Some(first) if wrong == 1 => Err(Trouble::OutOfBounds(first, worst)),
+        Some(first) if wrong == 1 => Err(BenchError::OutOfBounds(first, worst)),
         Some(first) => {
             let all =
                 format!("{first}; {wrong} elements are out of bounds, the worst {} times", times(worst));
-            Err(Trouble::OutOfBounds(all, worst))
+            Err(BenchError::OutOfBounds(all, worst))
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Checks that involve more than a single operation: memory, ordering, recombination of attention, and bad
 //! indices.
 
-use crate::bench::{Bench, SubmitMode, Trouble};
+use crate::bench::{BenchError, ConformanceBench, SubmitMode};
 use crate::cases::{Case, TokenSpread};
 use crate::checked::checked;
 use crate::paged::Paged;
@@ -12,10 +12,10 @@ use mixfleet_hal::{BufferUsage, Cmd, DType, ErrorKind, KvShape, OpSig, Slice};
 use std::sync::Arc;
 
 /// A check, which returns the largest error as a share of its bound if it compares numbers.
-type Check = fn(&Bench<'_>) -> Result<Option<f64>, Trouble>;
+type ConformanceCheck = fn(&ConformanceBench<'_>) -> Result<Option<f64>, BenchError>;
 
 /// All checks by name.
-pub(crate) const ALL: [(&str, Check); 7] = [
+pub(crate) const ALL: [(&str, ConformanceCheck); 7] = [
     ("memory", memory),
     ("import", import),
     ("order", order),
@@ -29,13 +29,13 @@ fn noise(seed: u64, bytes: u64) -> Vec<u8> {
     (0..bytes).map(|i| low_u8(random::bits(seed, i))).collect()
 }
 
-fn fail<T>(reason: impl Into<String>) -> Result<T, Trouble> {
-    Err(Trouble::Failed(reason.into()))
+fn fail<T>(reason: impl Into<String>) -> Result<T, BenchError> {
+    Err(BenchError::Failed(reason.into()))
 }
 
 /// Data written is read back unchanged, for every buffer usage, in whole and in part, without touching the
 /// rest.
-fn memory(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
+fn memory(bench: &ConformanceBench<'_>) -> Result<Option<f64>, BenchError> {
     let device = bench.device;
     let align = device.limits().alignment_bytes.max(1);
     for (seed, role) in
@@ -69,7 +69,7 @@ fn memory(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
 }
 
 /// Copies through pinned memory are correct, in whole and in part, and still work after unpinning.
-fn through_pinned(bench: &Bench<'_>) -> Result<(), Trouble> {
+fn through_pinned(bench: &ConformanceBench<'_>) -> Result<(), BenchError> {
     let device = bench.device;
     // longer than the chunks that copies are commonly split into
     const BYTES: u64 = (9 << 20) + 5;
@@ -110,10 +110,10 @@ fn through_pinned(bench: &Bench<'_>) -> Result<(), Trouble> {
 }
 
 /// An operation reads imported host memory in place.
-fn import(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
+fn import(bench: &ConformanceBench<'_>) -> Result<Option<f64>, BenchError> {
     if !bench.device.limits().imports_host_memory {
         return match bench.device.import(Arc::new(vec![0u8; 4096])) {
-            Err(error) if error.kind == ErrorKind::Unsupported => Err(Trouble::Unsupported),
+            Err(error) if error.kind == ErrorKind::Unsupported => Err(BenchError::Unsupported),
             _ => fail("import works or fails otherwise than 'unsupported', but the limits deny it"),
         };
     }
@@ -127,7 +127,7 @@ fn import(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
 }
 
 /// Commands of one queue see what earlier ones wrote, across batches that were not waited for.
-fn order(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
+fn order(bench: &ConformanceBench<'_>) -> Result<Option<f64>, BenchError> {
     const BYTES: u64 = 4096;
     let device = bench.device;
     let scratch = device.alloc(BYTES, BufferUsage::Activations)?;
@@ -156,7 +156,7 @@ fn order(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
 }
 
 /// One piece of an attention operation: its command and the (sequence, head) rows that it covers.
-struct Piece {
+struct AttentionPiece {
     rows: Vec<usize>,
     sig: OpSig,
     operands: Vec<Vec<f64>>,
@@ -171,9 +171,9 @@ const HEAD_DIM: usize = 64;
 /// of the largest element of the row (single elements may cancel). Activations are f32, because a device may
 /// round its weights to them, relative to a different maximum in each piece.
 fn partition(
-    bench: &Bench<'_>,
-    cut: fn(&OpSig, &[Vec<f64>], &mut Stream) -> Vec<Piece>,
-) -> Result<Option<f64>, Trouble> {
+    bench: &ConformanceBench<'_>,
+    cut: fn(&OpSig, &[Vec<f64>], &mut Stream) -> Vec<AttentionPiece>,
+) -> Result<Option<f64>, BenchError> {
     let page_tokens = bench.device.limits().kv_page_tokens.max(1);
     let rows = CONTEXTS.len() * HEADS;
     let mut worst = None;
@@ -194,9 +194,9 @@ fn partition(
         };
         let case = Case { sig, spread: TokenSpread::Ranges(CONTEXTS.to_vec()), seed: 1000 + seed as u64 };
         let operands = case.operands();
-        let all = Piece { rows: (0..rows).collect(), sig, operands: operands.clone() };
+        let all = AttentionPiece { rows: (0..rows).collect(), sig, operands: operands.clone() };
         let whole = match merged(bench, vec![all], rows) {
-            Err(Trouble::Unsupported) => continue,
+            Err(BenchError::Unsupported) => continue,
             whole => whole?,
         };
         let parts = merged(bench, cut(&sig, &operands, &mut Stream::new(seed as u64)), rows)?;
@@ -207,14 +207,18 @@ fn partition(
         }
     }
     match worst {
-        None => Err(Trouble::Unsupported),
+        None => Err(BenchError::Unsupported),
         Some(worst) if worst > 1.0 => fail(format!("parts recombine to {worst:.2} times 1e-5 of the whole")),
         Some(worst) => Ok(Some(worst)),
     }
 }
 
 /// Runs the pieces, arranges them in as many layers as any row has pieces, and merges those.
-fn merged(bench: &Bench<'_>, pieces: Vec<Piece>, rows: usize) -> Result<Vec<f64>, Trouble> {
+fn merged(
+    bench: &ConformanceBench<'_>,
+    pieces: Vec<AttentionPiece>,
+    rows: usize,
+) -> Result<Vec<f64>, BenchError> {
     let mut layers = vec![0; rows];
     pieces.iter().flat_map(|piece| &piece.rows).for_each(|&row| layers[row] += 1);
     let parts = layers.iter().copied().max().unwrap_or(0);
@@ -268,7 +272,7 @@ fn resized(
 }
 
 /// Splits each sequence into five token ranges at random positions; some are empty.
-fn by_tokens(sig: &OpSig, operands: &[Vec<f64>], stream: &mut Stream) -> Vec<Piece> {
+fn by_tokens(sig: &OpSig, operands: &[Vec<f64>], stream: &mut Stream) -> Vec<AttentionPiece> {
     const PARTS: usize = 5;
     let cuts: Vec<Vec<f64>> = operands[1]
         .chunks(2)
@@ -283,13 +287,13 @@ fn by_tokens(sig: &OpSig, operands: &[Vec<f64>], stream: &mut Stream) -> Vec<Pie
         let mut operands = operands.to_vec();
         operands[1] = cuts.iter().flat_map(|cuts| [cuts[part], cuts[part + 1]]).collect();
         let (sig, operands) = resized(sig, HEADS, KV_HEADS, operands);
-        Piece { rows: (0..CONTEXTS.len() * HEADS).collect(), sig, operands }
+        AttentionPiece { rows: (0..CONTEXTS.len() * HEADS).collect(), sig, operands }
     };
     (0..PARTS).map(piece).collect()
 }
 
 /// Splits by KV head, with separate KV for each piece.
-fn by_heads(sig: &OpSig, operands: &[Vec<f64>], _: &mut Stream) -> Vec<Piece> {
+fn by_heads(sig: &OpSig, operands: &[Vec<f64>], _: &mut Stream) -> Vec<AttentionPiece> {
     let group = HEADS / KV_HEADS;
     let piece = |kv_head: usize| {
         let mut operands = operands.to_vec();
@@ -304,13 +308,13 @@ fn by_heads(sig: &OpSig, operands: &[Vec<f64>], _: &mut Stream) -> Vec<Piece> {
         operands[4] = pick(&operands[4], KV_HEADS, kv_head, 1);
         let (sig, operands) = resized(sig, group, 1, operands);
         let row = |i: usize| i / group * HEADS + kv_head * group + i % group;
-        Piece { rows: (0..CONTEXTS.len() * group).map(row).collect(), sig, operands }
+        AttentionPiece { rows: (0..CONTEXTS.len() * group).map(row).collect(), sig, operands }
     };
     (0..KV_HEADS).map(piece).collect()
 }
 
 /// Splits by sequence.
-fn by_requests(sig: &OpSig, operands: &[Vec<f64>], _: &mut Stream) -> Vec<Piece> {
+fn by_requests(sig: &OpSig, operands: &[Vec<f64>], _: &mut Stream) -> Vec<AttentionPiece> {
     let piece = |s: usize| {
         let mut operands = operands.to_vec();
         for values in operands.iter_mut().take(3) {
@@ -318,13 +322,13 @@ fn by_requests(sig: &OpSig, operands: &[Vec<f64>], _: &mut Stream) -> Vec<Piece>
             *values = values[s * row..][..row].to_vec();
         }
         let (sig, operands) = resized(sig, HEADS, KV_HEADS, operands);
-        Piece { rows: (s * HEADS..(s + 1) * HEADS).collect(), sig, operands }
+        AttentionPiece { rows: (s * HEADS..(s + 1) * HEADS).collect(), sig, operands }
     };
     (0..CONTEXTS.len()).map(piece).collect()
 }
 
 /// An out-of-range index is an error or has no effect on other data, and the device still works afterwards.
-fn index_out_of_range(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
+fn index_out_of_range(bench: &ConformanceBench<'_>) -> Result<Option<f64>, BenchError> {
     let floats = (DType::F32, DType::F32);
     let embed = OpSig::Embed { tokens: 2, vocab: 8, hidden: 16, table: floats.0, out: floats.1 };
     let wrong = Case { sig: embed, spread: TokenSpread::Even, seed: 1 };
@@ -341,7 +345,7 @@ fn index_out_of_range(bench: &Bench<'_>) -> Result<Option<f64>, Trouble> {
             operands[operand][1] = far;
             match bench.execute(&case.sig, &operands, SubmitMode::Submit) {
                 Ok(_) => {}
-                Err(Trouble::Failed(reason)) if reason.starts_with("Invalid") => {}
+                Err(BenchError::Failed(reason)) if reason.starts_with("Invalid") => {}
                 Err(trouble) => return Err(trouble),
             }
         }

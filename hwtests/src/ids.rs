@@ -1,13 +1,13 @@
 //! Ids of conformance cases, which are short, stable and unique.
 
 use crate::cases::{Case, TokenSpread};
-use crate::suite::Entry;
+use crate::suite::SuiteEntry;
 use mixfleet_hal::{ExpertRouting, KvShape, OpSig, RotaryPart, Scoring};
 use std::collections::HashMap;
 
 /// Returns the entries with their ids, which begin with `l1.`. Cases that differ only in their seed are
 /// distinguished by `.again2`, `.again3`.
-pub(crate) fn with_ids(entries: Vec<Entry>) -> Vec<(String, Entry)> {
+pub(crate) fn with_ids(entries: Vec<SuiteEntry>) -> Vec<(String, SuiteEntry)> {
     let mut seen: HashMap<String, u32> = HashMap::new();
     let named = entries.into_iter().map(|entry| {
         let id = match &entry.case {

@@ -20,7 +20,7 @@ impl Case {
 
 fn operands(case: &Case) -> Vec<Vec<f64>> {
     let mut stream = Stream::new(case.seed);
-    let pages = Pages::new(case, &mut stream);
+    let pages = PagePlacement::new(case, &mut stream);
     case.sig
         .operands()
         .iter()
@@ -115,7 +115,7 @@ fn merge_stats(values: &mut [f64], rows: usize) {
     }
 }
 
-fn indices(case: &Case, operand: &Operand, pages: &Pages, n: u64, stream: &mut Stream) -> Vec<f64> {
+fn indices(case: &Case, operand: &Operand, pages: &PagePlacement, n: u64, stream: &mut Stream) -> Vec<f64> {
     match (&case.sig, &case.spread, operand.name) {
         (OpSig::Embed { vocab, .. } | OpSig::QuantisedEmbed { vocab, .. }, ..) => {
             let mut ids: Vec<f64> = (0..n).map(|_| stream.below(u64::from(*vocab)) as f64).collect();
@@ -151,7 +151,7 @@ fn indices(case: &Case, operand: &Operand, pages: &Pages, n: u64, stream: &mut S
 }
 
 /// Where the tokens of a case are stored.
-struct Pages {
+struct PagePlacement {
     /// Number of pages.
     count: u32,
     /// Page table, `[sequences, pages_max]`; entries beyond a sequence's context refer to a page of NaN, and
@@ -161,8 +161,8 @@ struct Pages {
     slots: Vec<f64>,
 }
 
-impl Pages {
-    fn new(case: &Case, stream: &mut Stream) -> Pages {
+impl PagePlacement {
+    fn new(case: &Case, stream: &mut Stream) -> PagePlacement {
         // tokens of each sequence: the first one that is read, and the end
         let (page_tokens, pages_max, contexts): (u32, u32, Vec<[u32; 2]>) = match (&case.sig, &case.spread) {
             (
@@ -184,7 +184,7 @@ impl Pages {
                 | OpSig::KvScatter { tokens, kv: KvShape { page_tokens, .. }, .. },
                 _,
             ) => (*page_tokens, 0, vec![[0, tokens + page_tokens]]),
-            _ => return Pages { count: 0, table: Vec::new(), slots: Vec::new() },
+            _ => return PagePlacement { count: 0, table: Vec::new(), slots: Vec::new() },
         };
         let used: u32 = contexts.iter().map(|[_, end]| end.div_ceil(page_tokens)).sum();
         let count = used + SPARE_PAGES;
@@ -209,7 +209,7 @@ impl Pages {
         }
         let order = shuffled(to_u32(slots.len()), stream);
         let slots = order.iter().map(|&i| slots[i as usize]).collect();
-        Pages { count, table, slots }
+        PagePlacement { count, table, slots }
     }
 
     /// Returns paged KV with values in the slots that hold a token and NaN elsewhere.

@@ -43,5 +43,5 @@ mod suite;
 pub mod validate;
 
 pub use cases::SuiteLevel;
-pub use report::{CaseReport, CheckCounts, CheckOutcome, Report, SuiteVerdict};
-pub use suite::{Entry, SuiteOptions, attempt, entries, run};
+pub use report::{CaseReport, CheckCounts, CheckOutcome, ConformanceReport, SuiteVerdict};
+pub use suite::{SuiteEntry, SuiteOptions, attempt, entries, run};

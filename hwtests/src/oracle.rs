@@ -271,7 +271,7 @@ fn slots(
 }
 
 /// Un-normalised attention of one head of one query over its keys.
-pub(crate) struct Part {
+pub(crate) struct PartialAttention {
     /// The largest score; -inf without keys.
     pub(crate) max: f64,
     /// Sum of exp(score - max).
@@ -309,12 +309,12 @@ pub(crate) fn scale_and_values(sig: &OpSig) -> (f64, usize) {
     sig.kv().map_or((1.0, 0), |kv| (kv.scale(), kv.value_dim() as usize))
 }
 
-fn attend(sig: &OpSig, operands: &[Vec<f64>], query: &Query, head: usize) -> Part {
+fn attend(sig: &OpSig, operands: &[Vec<f64>], query: &Query, head: usize) -> PartialAttention {
     let (q, keys) = head_view(sig, operands, query, head);
     let (scale, value_dim) = scale_and_values(sig);
     let scores: Vec<f64> = keys.iter().map(|(k, _)| dot(q, k) * scale).collect();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let mut part = Part { max, sum: 0.0, acc: vec![0.0; value_dim] };
+    let mut part = PartialAttention { max, sum: 0.0, acc: vec![0.0; value_dim] };
     for (score, (_, v)) in scores.iter().zip(&keys) {
         let p = (score - max).exp();
         part.sum += p;

@@ -19,16 +19,16 @@ use std::time::{Duration, Instant};
 
 /// The bytes of a buffer, owned or borrowed from the host.
 #[derive(Debug)]
-enum Memory {
+enum ReferenceMemory {
     Owned(Mutex<Vec<u8>>),
     Imported(Arc<dyn HostMemory>),
 }
 
-impl Buffer for Memory {
+impl Buffer for ReferenceMemory {
     fn size_bytes(&self) -> u64 {
         match self {
-            Memory::Owned(bytes) => lock(bytes).len() as u64,
-            Memory::Imported(memory) => memory.as_bytes().len() as u64,
+            ReferenceMemory::Owned(bytes) => lock(bytes).len() as u64,
+            ReferenceMemory::Imported(memory) => memory.as_bytes().len() as u64,
         }
     }
 
@@ -42,8 +42,8 @@ fn lock(bytes: &Mutex<Vec<u8>>) -> MutexGuard<'_, Vec<u8>> {
     bytes.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn memory(slice: &Slice) -> Result<&Memory> {
-    let memory = slice.buffer.as_any().downcast_ref::<Memory>();
+fn memory(slice: &Slice) -> Result<&ReferenceMemory> {
+    let memory = slice.buffer.as_any().downcast_ref::<ReferenceMemory>();
     memory.ok_or_else(|| Error::invalid("the slice belongs to another device"))
 }
 
@@ -53,18 +53,18 @@ fn range(slice: &Slice) -> std::ops::Range<usize> {
 
 fn load(slice: &Slice) -> Result<Vec<u8>> {
     Ok(match memory(slice)? {
-        Memory::Owned(bytes) => lock(bytes)[range(slice)].to_vec(),
-        Memory::Imported(memory) => memory.as_bytes()[range(slice)].to_vec(),
+        ReferenceMemory::Owned(bytes) => lock(bytes)[range(slice)].to_vec(),
+        ReferenceMemory::Imported(memory) => memory.as_bytes()[range(slice)].to_vec(),
     })
 }
 
 fn store(slice: &Slice, data: &[u8]) -> Result<()> {
     match memory(slice)? {
-        Memory::Owned(bytes) => {
+        ReferenceMemory::Owned(bytes) => {
             lock(bytes)[range(slice)].copy_from_slice(data);
             Ok(())
         }
-        Memory::Imported(_) => Err(Error::invalid("imported memory is read-only")),
+        ReferenceMemory::Imported(_) => Err(Error::invalid("imported memory is read-only")),
     }
 }
 
@@ -120,11 +120,11 @@ impl Device for ReferenceDevice {
     }
 
     fn alloc(&self, bytes: u64, _: BufferUsage) -> Result<Slice> {
-        Ok(Slice::whole(Arc::new(Memory::Owned(Mutex::new(vec![0; to_usize(bytes)])))))
+        Ok(Slice::whole(Arc::new(ReferenceMemory::Owned(Mutex::new(vec![0; to_usize(bytes)])))))
     }
 
     fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
-        Ok(Slice::whole(Arc::new(Memory::Imported(memory))))
+        Ok(Slice::whole(Arc::new(ReferenceMemory::Imported(memory))))
     }
 
     fn reaches(&self, _: &Slice) -> bool {
@@ -173,9 +173,9 @@ struct ReferenceQueue {
     failed: Option<Error>,
 }
 
-struct Recorded(Vec<Cmd>);
+struct ReferenceRecording(Vec<Cmd>);
 
-impl Graph for Recorded {
+impl Graph for ReferenceRecording {
     fn as_any(&self) -> &dyn Any {
         self
     }
@@ -224,11 +224,11 @@ impl Queue for ReferenceQueue {
     }
 
     fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
-        Ok(Arc::new(Recorded(cmds.to_vec())))
+        Ok(Arc::new(ReferenceRecording(cmds.to_vec())))
     }
 
     fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
-        let recorded = graph.as_any().downcast_ref::<Recorded>();
+        let recorded = graph.as_any().downcast_ref::<ReferenceRecording>();
         let recorded = recorded.ok_or_else(|| Error::invalid("the graph belongs to another device"))?;
         self.submit(&recorded.0)
     }

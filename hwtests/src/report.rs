@@ -111,8 +111,8 @@ pub enum SuiteVerdict {
 
 /// A conformance report.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Report {
-    /// Name and version of the document: [`Report::SCHEMA`].
+pub struct ConformanceReport {
+    /// Name and version of the document: [`ConformanceReport::SCHEMA`].
     pub schema: String,
     /// The device under test.
     pub device: DeviceInfo,
@@ -128,7 +128,7 @@ fn narrows(case: &Case) -> bool {
     operands.iter().any(|operand| operand.access != OperandAccess::Read && operand.dtype.size_bytes() < 4)
 }
 
-impl Report {
+impl ConformanceReport {
     /// The schema that this version writes.
     pub const SCHEMA: &'static str = "mixfleet.conformance/1";
 
@@ -171,7 +171,7 @@ impl Report {
     }
 }
 
-impl std::fmt::Display for Report {
+impl std::fmt::Display for ConformanceReport {
     /// Prints a table by operation, then every failure and everything that could not be tried.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         writeln!(f, "{} ({}): {:?}", self.device.id, self.device.name, self.verdict())?;

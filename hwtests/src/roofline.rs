@@ -3,7 +3,7 @@
 
 use mixfleet_report::html::Html;
 use mixfleet_report::numbers::scaled;
-use mixfleet_report::svg::{Axis, Chart, Mark, Scale, Series};
+use mixfleet_report::svg::{Chart, Mark, PlotAxis, Scale, Series};
 use std::collections::BTreeMap;
 
 /// What a roofline is drawn of.
@@ -26,8 +26,8 @@ impl Roofline<'_> {
         let intensities = series.iter().flat_map(|s| &s.points).map(|p| p.0);
         let (least, most) = intensities.fold((ridge, ridge), |(l, m), x| (l.min(x), m.max(x)));
         let roof = [(least, least * read), (ridge, most_flops), (most, most_flops)];
-        let x = Axis { label: "FLOP per byte", unit: "", scale: Scale::Decimal };
-        let y = Axis { label: "arithmetic rate", unit: "FLOP/s", scale: Scale::Decimal };
+        let x = PlotAxis { label: "FLOP per byte", unit: "", scale: Scale::Decimal };
+        let y = PlotAxis { label: "arithmetic rate", unit: "FLOP/s", scale: Scale::Decimal };
         let caption = format!(
             "The roof is measured: plain read of the largest working set, {}, and the best product, {} in {dtype}. \
              Points above the slope were fed by caches.",

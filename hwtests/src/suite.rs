@@ -1,10 +1,10 @@
 //! Runs the conformance cases and checks on a device.
 
-use crate::bench::{Bench, Trouble};
+use crate::bench::{BenchError, ConformanceBench};
 use crate::cases::{self, Case, SuiteLevel};
 use crate::checked::checked;
 use crate::checks;
-use crate::report::{CaseReport, CheckOutcome, Report};
+use crate::report::{CaseReport, CheckOutcome, ConformanceReport};
 use mixfleet_hal::cast::{to_u64, to_usize};
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{Device, DeviceLimits, OpSig};
@@ -30,7 +30,7 @@ impl SuiteOptions {
 
 /// One entry of the suite: a case of an operation, or a named check.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Entry {
+pub struct SuiteEntry {
     /// Name of the operation or check.
     pub name: &'static str,
     /// The case of the operation; `None` for a check.
@@ -38,32 +38,36 @@ pub struct Entry {
 }
 
 /// Returns everything that a level tries on a device with these limits, in order.
-pub fn entries(level: SuiteLevel, limits: &DeviceLimits) -> Vec<Entry> {
+pub fn entries(level: SuiteLevel, limits: &DeviceLimits) -> Vec<SuiteEntry> {
     let cases = cases::cases(level, limits);
-    let cases = cases.into_iter().map(|case| Entry { name: case.sig.name(), case: Some(case) });
-    cases.chain(checks::ALL.iter().map(|&(name, _)| Entry { name, case: None })).collect()
+    let cases = cases.into_iter().map(|case| SuiteEntry { name: case.sig.name(), case: Some(case) });
+    cases.chain(checks::ALL.iter().map(|&(name, _)| SuiteEntry { name, case: None })).collect()
 }
 
 /// Runs one entry; a batch that takes longer than `timeout` counts as hung.
-pub fn attempt(device: &dyn Device, entry: &Entry, timeout: Duration) -> CaseReport {
-    let bench = Bench { device, timeout };
+pub fn attempt(device: &dyn Device, entry: &SuiteEntry, timeout: Duration) -> CaseReport {
+    let bench = ConformanceBench { device, timeout };
     let trial = match &entry.case {
         Some(case) => operation(&bench, case),
         None => match checks::ALL.iter().find(|(name, _)| *name == entry.name) {
             Some((_, check)) => match check(&bench) {
-                Ok(ratio_max) => Trial { ratio_max, ..Trial::pass() },
+                Ok(ratio_max) => CheckInProgress { ratio_max, ..CheckInProgress::pass() },
                 Err(trouble) => trouble.into(),
             },
-            None => Trouble::NotRun(format!("there is no check '{}'", entry.name)).into(),
+            None => BenchError::NotRun(format!("there is no check '{}'", entry.name)).into(),
         },
     };
     trial.report(entry)
 }
 
 /// Runs the suite on `device`, passing each result to `observe` as it comes.
-pub fn run(device: &dyn Device, options: &SuiteOptions, observe: &mut dyn FnMut(&CaseReport)) -> Report {
-    let mut report = Report {
-        schema: Report::SCHEMA.to_owned(),
+pub fn run(
+    device: &dyn Device,
+    options: &SuiteOptions,
+    observe: &mut dyn FnMut(&CaseReport),
+) -> ConformanceReport {
+    let mut report = ConformanceReport {
+        schema: ConformanceReport::SCHEMA.to_owned(),
         device: device.info().clone(),
         level: options.level,
         cases: Vec::new(),
@@ -74,7 +78,7 @@ pub fn run(device: &dyn Device, options: &SuiteOptions, observe: &mut dyn FnMut(
         let result = match ended {
             Some(earlier) => {
                 let reason = format!("the device hung or was lost before, in {earlier}");
-                Trial::from(Trouble::NotRun(reason)).report(entry)
+                CheckInProgress::from(BenchError::NotRun(reason)).report(entry)
             }
             None => attempt(device, entry, options.timeout),
         };
@@ -88,49 +92,51 @@ pub fn run(device: &dyn Device, options: &SuiteOptions, observe: &mut dyn FnMut(
 }
 
 /// The state of one check in progress.
-struct Trial {
+struct CheckInProgress {
     outcome: CheckOutcome,
     ratio_max: Option<f64>,
     batch_invariant: Option<bool>,
 }
 
-impl Trial {
-    fn pass() -> Trial {
-        Trial { outcome: CheckOutcome::Pass, ratio_max: None, batch_invariant: None }
+impl CheckInProgress {
+    fn pass() -> CheckInProgress {
+        CheckInProgress { outcome: CheckOutcome::Pass, ratio_max: None, batch_invariant: None }
     }
 
-    fn report(self, entry: &Entry) -> CaseReport {
-        let Trial { outcome, ratio_max, batch_invariant } = self;
+    fn report(self, entry: &SuiteEntry) -> CaseReport {
+        let CheckInProgress { outcome, ratio_max, batch_invariant } = self;
         let (name, case) = (entry.name.to_owned(), entry.case.clone());
         CaseReport { name, case, outcome, ratio_max, batch_invariant }
     }
 }
 
-impl From<Trouble> for Trial {
-    fn from(trouble: Trouble) -> Self {
+impl From<BenchError> for CheckInProgress {
+    fn from(trouble: BenchError) -> Self {
         let ratio_max = match &trouble {
-            Trouble::OutOfBounds(_, ratio) => Some(*ratio),
+            BenchError::OutOfBounds(_, ratio) => Some(*ratio),
             _ => None,
         };
         let outcome = match trouble {
-            Trouble::Unsupported => CheckOutcome::Unsupported,
-            Trouble::NotRun(reason) => CheckOutcome::NotRun { reason },
-            Trouble::Failed(reason) | Trouble::OutOfBounds(reason, _) => CheckOutcome::Fail { reason },
-            Trouble::Hung(reason) => CheckOutcome::Timeout { reason: format!("no answer in time: {reason}") },
-            Trouble::Lost(reason) => CheckOutcome::DeviceLost { reason },
+            BenchError::Unsupported => CheckOutcome::Unsupported,
+            BenchError::NotRun(reason) => CheckOutcome::NotRun { reason },
+            BenchError::Failed(reason) | BenchError::OutOfBounds(reason, _) => CheckOutcome::Fail { reason },
+            BenchError::Hung(reason) => {
+                CheckOutcome::Timeout { reason: format!("no answer in time: {reason}") }
+            }
+            BenchError::Lost(reason) => CheckOutcome::DeviceLost { reason },
         };
-        Trial { outcome, ratio_max, ..Trial::pass() }
+        CheckInProgress { outcome, ratio_max, ..CheckInProgress::pass() }
     }
 }
 
 /// Runs a case, and its first row alone if its rows are independent.
-fn operation(bench: &Bench<'_>, case: &Case) -> Trial {
+fn operation(bench: &ConformanceBench<'_>, case: &Case) -> CheckInProgress {
     let operands = case.operands();
     let checked = match checked(bench, &case.sig, &operands) {
         Ok(checked) => checked,
         Err(trouble) => return trouble.into(),
     };
-    let mut trial = Trial { ratio_max: Some(checked.ratio), ..Trial::pass() };
+    let mut trial = CheckInProgress { ratio_max: Some(checked.ratio), ..CheckInProgress::pass() };
     if let Some((sig, first)) = first_row(&case.sig, &operands) {
         match self::checked(bench, &sig, &first) {
             Ok(alone) => {
@@ -138,7 +144,7 @@ fn operation(bench: &Bench<'_>, case: &Case) -> Trial {
                 trial.batch_invariant = Some(pairs.all(|(alone, batch)| batch.starts_with(alone)));
                 trial.ratio_max = Some(checked.ratio.max(alone.ratio));
             }
-            Err(Trouble::Unsupported) => {}
+            Err(BenchError::Unsupported) => {}
             Err(trouble) => return trouble.into(),
         }
     }

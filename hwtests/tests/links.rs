@@ -4,7 +4,7 @@ use crate::schema;
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hal::memory::SharedMemory;
 use mixfleet_hal::transport::{RemoteAccess, Transport};
-use mixfleet_hwtests::links::check::{self, Ends};
+use mixfleet_hwtests::links::check::{self, TransportEnds};
 use mixfleet_hwtests::links::{LinkEffort, LinksDocument, MeasuredLink, OnDevice, OverTransport, measure};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_hwtests::validate::{CaseResult, CaseStatus};
@@ -20,7 +20,7 @@ fn memory(bytes: u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> {
 
 fn cases(transport: &dyn Transport) -> Vec<CaseResult> {
     let mut results = Vec::new();
-    let ends = Ends { owner: transport, user: transport, make: &memory };
+    let ends = TransportEnds { owner: transport, user: transport, make: &memory };
     check::run(&ends, "l4.test", &|_| true, &mut |result| results.push(result));
     assert_eq!(results.len(), check::cases("l4.test").count());
     results

@@ -11,7 +11,7 @@ use mixfleet_hal::units::Bytes;
 use mixfleet_hwtests::profile::compare::{Comparison, ComparisonVerdict};
 use mixfleet_hwtests::profile::{
     Conformance, Fact, Flag, PointResult, PointStatus, ProfileDocument, ProfileLevel, ProfileOptions,
-    ProfileProgress, Work, card, conform, device_profile_schema, measure, page, run,
+    ProfileProgress, WorkItem, card, conform, device_profile_schema, measure, page, run,
 };
 use mixfleet_hwtests::reference::ReferenceDevice;
 use serde_json::Value;
@@ -78,7 +78,7 @@ fn every_time_is_that_of_the_law() {
     assert_eq!(document.points.len(), POINTS.len());
     assert!(document.complete && document.checks.iter().all(|check| check.passed && check.cases > 0));
     for point in &document.points {
-        let Some(Work::Op(sig)) = Work::parse(&point.id, 8) else { continue };
+        let Some(WorkItem::Op(sig)) = WorkItem::parse(&point.id, 8) else { continue };
         // activations stay in place and may stay in the cache; weights, even a norm's, are others each time
         let warm = matches!(sig.name(), "silu_mul" | "add" | "rope");
         let want = if warm { cached(&sig) } else { law_of(&sig) };
@@ -102,8 +102,8 @@ fn dependence_s() -> f64 {
         "silu_mul.bf16.e4096",
         "gemm.bf16.m8.n256.k512.acc",
     ];
-    let slower = |id: &&str| match Work::parse(id, 8) {
-        Some(Work::Op(sig)) => {
+    let slower = |id: &&str| match WorkItem::parse(id, 8) {
+        Some(WorkItem::Op(sig)) => {
             let alone = cached(&sig).max(0.1 * (cached(&sig) + COMMAND_S));
             (law_of(&sig) - alone) / chain.len() as f64
         }
@@ -153,10 +153,10 @@ fn its_device_profile_predicts_what_was_not_measured() {
     assert_eq!(profile.bandwidths.len(), 5);
     near(profile.host_to_device.time(Bytes(1e5)).unwrap().0, COPY_S.0 + 1e5 * COPY_S.1, 0.05, "a copy");
     for id in ["gemm.bf16.m2.n128.k256", "gemm.bf16.m8.n128.k256", "gemm.bf16.m32.n128.k256"] {
-        let Some(Work::Op(sig)) = Work::parse(id, 8) else { panic!("{id}") };
+        let Some(WorkItem::Op(sig)) = WorkItem::parse(id, 8) else { panic!("{id}") };
         near(profile.time(&sig).0, law_of(&sig), 0.15, id);
     }
-    let Some(Work::Op(sig)) = Work::parse("gemm.bf16.m64.n128.k256", 8) else { panic!() };
+    let Some(WorkItem::Op(sig)) = WorkItem::parse("gemm.bf16.m64.n128.k256", 8) else { panic!() };
     let batch = profile.batch_time(&[sig, sig]).0;
     let dependence = document.fits.dependence_s.unwrap();
     near(batch, LAUNCH_S + 2.0 * (COMMAND_S + dependence + law_of(&sig)), 0.02, "a batch");

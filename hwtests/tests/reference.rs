@@ -2,7 +2,7 @@
 
 use mixfleet_hal::{DType, Device, KvShape, OpSig};
 use mixfleet_hwtests::reference::ReferenceDevice;
-use mixfleet_hwtests::{CheckOutcome, Report, SuiteLevel, SuiteOptions, SuiteVerdict, cases, run};
+use mixfleet_hwtests::{CheckOutcome, ConformanceReport, SuiteLevel, SuiteOptions, SuiteVerdict, cases, run};
 use std::collections::BTreeSet;
 
 #[test]
@@ -68,7 +68,7 @@ fn a_report_survives_json() {
     let report = run(&ReferenceDevice::default(), &options, &mut |_| {});
     assert_eq!(report.schema, "mixfleet.conformance/1");
     let text = serde_json::to_string(&report).unwrap();
-    assert_eq!(serde_json::from_str::<Report>(&text).unwrap(), report);
-    let nothing = Report { cases: Vec::new(), ..report };
+    assert_eq!(serde_json::from_str::<ConformanceReport>(&text).unwrap(), report);
+    let nothing = ConformanceReport { cases: Vec::new(), ..report };
     assert_eq!(nothing.verdict(), SuiteVerdict::Incomplete, "nothing tried is nothing passed");
 }

@@ -7,8 +7,8 @@ use mixfleet_hwtests::profile::compare::ComparisonVerdict;
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_hwtests::validate::diff::MovedNumber;
 use mixfleet_hwtests::validate::{
-    CaseResult, CaseStatus, Environment, PartFile, Plan, ReadReport, RunOutcome, SoakPhase, SoakSample,
-    Validation, ValidationDiff, diff_page, package,
+    CaseResult, CaseStatus, Environment, PartFile, ReadReport, RunOutcome, SoakPhase, SoakSample, Validation,
+    ValidationDiff, ValidationPlan, diff_page, package,
 };
 
 fn gemm(share: f64) -> CaseResult {
@@ -43,7 +43,12 @@ fn sample(t_s: f64, phase: SoakPhase, rate: f64) -> SoakSample {
 fn report(cases: Vec<CaseResult>, samples: Vec<SoakSample>, part: Option<&str>) -> Validation {
     let device = Some(ReferenceDevice::default().info().clone());
     let part = part.map(|text| PartFile::parse(text).unwrap());
-    Validation::new(&Plan::new("d"), RunOutcome { device, cases, samples }, part.as_ref(), "2026-11-26")
+    Validation::new(
+        &ValidationPlan::new("d"),
+        RunOutcome { device, cases, samples },
+        part.as_ref(),
+        "2026-11-26",
+    )
 }
 
 fn read(report: Validation) -> ReadReport {

@@ -8,8 +8,8 @@ use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_hwtests::validate::document::DeviceRecord;
 use mixfleet_hwtests::validate::protocol::ChildMessage;
 use mixfleet_hwtests::validate::{
-    CaseStatus, Environment, MemoryAsked, PartFile, Plan, Processes, Record, RunOutcome, Settings, Start,
-    StartInProcess, Validation, ValidationVerdict, child, package, runner,
+    CaseStatus, Environment, MemoryAsked, PartFile, Processes, Record, RunOutcome, Settings, Start,
+    StartInProcess, Validation, ValidationPlan, ValidationVerdict, child, package, runner,
 };
 use std::process::Command;
 use std::sync::Arc;
@@ -91,13 +91,13 @@ fn processes() -> Processes {
     }
 }
 
-fn plan(device: &str, only: &[&str]) -> Plan {
+fn plan(device: &str, only: &[&str]) -> ValidationPlan {
     let only = only.iter().map(|&only| only.to_owned()).collect();
     let settings = Settings { memory: MemoryAsked::Bytes(1 << 20), ..Settings::quick() };
-    Plan { only, settings, ..Plan::new(device) }
+    ValidationPlan { only, settings, ..ValidationPlan::new(device) }
 }
 
-fn run(plan: &Plan, start: &dyn Start) -> (RunOutcome, Vec<Record>) {
+fn run(plan: &ValidationPlan, start: &dyn Start) -> (RunOutcome, Vec<Record>) {
     let mut journal = Vec::new();
     let outcome = runner::run(plan, start, &[], &mut |record| journal.push(record.clone()));
     (outcome, journal)
@@ -109,7 +109,7 @@ fn statuses(outcome: &RunOutcome) -> Vec<(&str, CaseStatus)> {
 
 /// The statuses of the four cases of `fill`, of which the second is the trap.
 fn trapped(device: &str, patience: Duration) -> (Vec<CaseStatus>, String) {
-    let plan = Plan { patience, ..plan(device, &["l1.fill"]) };
+    let plan = ValidationPlan { patience, ..plan(device, &["l1.fill"]) };
     let (outcome, journal) = run(&plan, &processes());
     assert_eq!(outcome.cases.len(), 4, "{outcome:?}");
     assert_eq!(outcome.cases[1].id, TRAPPED);
@@ -162,7 +162,7 @@ fn a_run_that_is_cancelled_ends_its_child_and_can_be_carried_on() {
     let report = Validation::new(&plan, outcome, None, "2026-11-20");
     assert_eq!(report.verdict, ValidationVerdict::Incomplete);
     // the same device, which has been mended
-    let plan = Plan { device: "well".to_owned(), ..plan };
+    let plan = ValidationPlan { device: "well".to_owned(), ..plan };
     let rest = runner::run(&plan, &in_process(), &journal, &mut |_| {});
     let whole = run(&plan, &in_process()).0;
     assert_eq!(statuses(&rest), statuses(&whole));
@@ -221,8 +221,8 @@ fn a_journal_carries_a_broken_run_on() {
 }
 
 /// Levels 0 to 2 of the reference device.
-fn two_levels() -> (Plan, RunOutcome) {
-    let plan = Plan { level: 2, ..plan("reference", &[]) };
+fn two_levels() -> (ValidationPlan, RunOutcome) {
+    let plan = ValidationPlan { level: 2, ..plan("reference", &[]) };
     let (outcome, _) = run(&plan, &in_process());
     (plan, outcome)
 }
@@ -234,14 +234,14 @@ fn the_reference_device_passes_its_validation() {
     let without_performance = Validation::new(&plan, outcome.clone(), None, "2026-11-20");
     let (verdict, remarks) = (without_performance.verdict, &without_performance.remarks);
     assert_eq!(verdict, ValidationVerdict::Partial, "{remarks:?}");
-    let plan = Plan { level: 3, ..plan };
+    let plan = ValidationPlan { level: 3, ..plan };
     let report = Validation::new(&plan, outcome, None, "2026-11-20");
     assert_eq!(report.verdict, ValidationVerdict::Pass, "{:?}", report.remarks);
     assert!(report.mustpass.met);
     let unsupported: Vec<_> = report.cases.iter().filter(|c| c.status == CaseStatus::Unsupported).collect();
     assert_eq!(unsupported.len(), 1, "the reference device lacks counters only: {unsupported:?}");
 
-    let less = Plan { level: 1, ..plan };
+    let less = ValidationPlan { level: 1, ..plan };
     let mut cases = report.cases.clone();
     cases.retain(|case| case.level() < Some(2));
     let outcome = RunOutcome { cases, ..RunOutcome::default() };
@@ -268,7 +268,7 @@ fn a_report_without_a_mandatory_case_is_incomplete() {
 #[test]
 fn waivers_never_make_a_pass() {
     let (plan, whole) = two_levels();
-    let plan = Plan { level: 3, ..plan };
+    let plan = ValidationPlan { level: 3, ..plan };
     let part = |patterns: &[&str]| {
         let waiver =
             |case: &&str| format!("[[waiver]]\ncase = \"{case}\"\nreason = \"errata\"\nuntil = 2027-01-01\n");

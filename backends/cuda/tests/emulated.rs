@@ -4,7 +4,7 @@ use crate::emulator::EmulatedDevice;
 use crate::fused::Scene;
 use mixfleet_hal::{Cmd, DType, KvShape, LatentKv, OpSig, Scalar, Support};
 use mixfleet_hwtests::cases::{Case, TokenSpread};
-use mixfleet_hwtests::{CheckOutcome, Entry, SuiteLevel, SuiteOptions, SuiteVerdict, attempt, run};
+use mixfleet_hwtests::{CheckOutcome, SuiteEntry, SuiteLevel, SuiteOptions, SuiteVerdict, attempt, run};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ fn every_operation_conforms() {
 fn try_case(device: &EmulatedDevice, sig: OpSig, spread: TokenSpread) {
     use mixfleet_hal::Device;
     assert_ne!(device.support(&sig), Support::No, "{sig:?}");
-    let entry = Entry { name: sig.name(), case: Some(Case { sig, spread, seed: 7 }) };
+    let entry = SuiteEntry { name: sig.name(), case: Some(Case { sig, spread, seed: 7 }) };
     let report = attempt(device, &entry, Duration::from_secs(60));
     assert_eq!(report.outcome, CheckOutcome::Pass, "{sig:?}");
 }

@@ -3,7 +3,7 @@
 use mixfleet_hal::Device;
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hwtests::reference::ReferenceDevice;
-use mixfleet_hwtests::validate::{Detection, FaultyTrial, Trial, detect};
+use mixfleet_hwtests::validate::{Detection, DetectionTrial, FaultyTrial, detect};
 use mixfleet_simulated::FaultyDevice;
 use std::sync::Arc;
 
@@ -19,13 +19,13 @@ fn wrap(base: Arc<dyn Device>, plan: FaultPlan, transfers: bool) -> FaultyTrial 
 }
 
 fn rows(levels: &[u8], faults: &[Fault], rates: &[f64]) -> Vec<Detection> {
-    let trial = Trial {
+    let trial = DetectionTrial {
         levels: levels.to_vec(),
         faults: faults.to_vec(),
         rates: rates.to_vec(),
         passes_max: 2,
         operations: ["gemm", "attn_decode", "copy", "order"].map(str::to_owned).to_vec(),
-        ..Trial::thorough()
+        ..DetectionTrial::thorough()
     };
     let rows = detect(Arc::new(ReferenceDevice::default()), &wrap, &trial, &mut |_| {}).unwrap();
     for row in &rows {

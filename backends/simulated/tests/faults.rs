@@ -7,7 +7,7 @@ use mixfleet_hal::{
     BufferUsage, Cmd, DType, Device, Elapsed, Graph, OpSig, Queue, Result, Scalar, Slice, Support, Ticket,
 };
 use mixfleet_hwtests::reference::ReferenceDevice;
-use mixfleet_hwtests::{CheckOutcome, Report, SuiteLevel, SuiteOptions, SuiteVerdict, run};
+use mixfleet_hwtests::{CheckOutcome, ConformanceReport, SuiteLevel, SuiteOptions, SuiteVerdict, run};
 use mixfleet_simulated::FaultyDevice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,7 +25,7 @@ fn quick(names: &[&str]) -> SuiteOptions {
     }
 }
 
-fn under(plan: FaultPlan, names: &[&str]) -> (Report, u64) {
+fn under(plan: FaultPlan, names: &[&str]) -> (ConformanceReport, u64) {
     let device = FaultyDevice::new(Arc::new(ReferenceDevice::default()), plan);
     let report = run(&device, &quick(names), &mut |_| {});
     (report, device.commands())

@@ -3,7 +3,7 @@
 
 use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, GroupedRows, MatrixKind, OpSig};
 use mixfleet_hwtests::cases::{Case, TokenSpread};
-use mixfleet_hwtests::{CheckOutcome, Entry, attempt};
+use mixfleet_hwtests::{CheckOutcome, SuiteEntry, attempt};
 use mixfleet_wgpu::{AdapterOverrides, WgpuBackend, WgpuDevice};
 use std::time::Duration;
 
@@ -31,7 +31,8 @@ fn conform(device: &WgpuDevice, cases: impl IntoIterator<Item = (OpSig, TokenSpr
     let (mut tried, mut ratio_max) = (0, 0.0f64);
     for (sig, spread) in cases {
         let case = Case { sig, spread, seed: 7 + tried };
-        let report = attempt(device, &Entry { name: sig.name(), case: Some(case) }, Duration::from_secs(600));
+        let report =
+            attempt(device, &SuiteEntry { name: sig.name(), case: Some(case) }, Duration::from_secs(600));
         assert_eq!(report.outcome, CheckOutcome::Pass, "{sig:?}");
         ratio_max = ratio_max.max(report.ratio_max.unwrap());
         tried += 1;

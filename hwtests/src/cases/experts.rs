@@ -1,13 +1,13 @@
 //! Cases of mixtures of experts.
 
-use super::{Builder, TokenSpread, two_dtypes};
+use super::{CaseBuilder, TokenSpread, two_dtypes};
 use mixfleet_hal::DType::{self, Bf16, F16, F32};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{
     CodeKind, ExpertRouting, GroupedRows, MatrixKind, OpSig, Quantised, Scalar, ScaleKind, Scoring, ZeroKind,
 };
 
-impl Builder {
+impl CaseBuilder {
     pub(super) fn routes(&mut self) {
         let softmax = ExpertRouting::softmax;
         let grouped = |experts, active, groups, groups_active, group_best| ExpertRouting {

@@ -1,14 +1,14 @@
 //! Latent attention: keys that contain their values, and what cuts rows apart, rotates parts of them and
 //! joins them again.
 
-use super::{Builder, Heads, TokenSpread, two_dtypes};
+use super::{CaseBuilder, CaseHeads, TokenSpread, two_dtypes};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{ColumnsOf, DType, KvShape, LatentKv, OpSig, RotaryPart, Scalar};
 
 /// A key's length and its value's: such that whole vectors fit, and not; and those of DeepSeek.
 const LENGTHS: [(u32, u32); 4] = [(48, 32), (36, 24), (17, 9), (576, 512)];
 
-impl Builder {
+impl CaseBuilder {
     pub(super) fn latent(&mut self) {
         self.parts();
         let p = self.page_tokens;
@@ -39,7 +39,7 @@ impl Builder {
         // not that of the length
         let latent = Some(LatentKv { rank, scale: Scalar(0.21) });
         let kv = KvShape { kv_heads: 1, head_dim, page_tokens, dtype, latent };
-        let shape = Heads { ratio: heads, kv_heads: 1, head_dim };
+        let shape = CaseHeads { ratio: heads, kv_heads: 1, head_dim };
         self.prefill_over(spread, shape, kv, (None, false), x);
         let longest = spread.iter().map(|s| s.1).max().unwrap_or(0);
         let ranges: Vec<(u32, u32)> = spread.iter().map(|&(first, end)| (first - 1, end)).collect();

@@ -1,9 +1,9 @@
 //! Cases of KV of eight bits.
 
-use super::{Bf16, Builder, F16, F32, Heads, SMALL};
+use super::{Bf16, CaseBuilder, CaseHeads, F16, F32, SMALL};
 use mixfleet_hal::{DType, KvShape, OpSig};
 
-impl Builder {
+impl CaseBuilder {
     pub(super) fn scaled(&mut self) {
         let p = self.page_tokens;
         for dtype in [DType::F8E4m3, DType::I8] {
@@ -47,7 +47,7 @@ impl Builder {
                     self.even(OpSig::KvWrite { tokens: 7, x: Bf16, kv });
                     self.even(OpSig::KvGather { tokens: 7, wire: Bf16, kv });
                 }
-                let shape = Heads { ratio: 3, kv_heads: 2, head_dim };
+                let shape = CaseHeads { ratio: 3, kv_heads: 2, head_dim };
                 self.attn_prefill(&[(7, 7), (4, 30)], shape, p, (None, false), (Bf16, dtype));
                 self.attn_prefill(&[(9, 9), (3, 20)], shape, p, (Some(6), true), (F32, dtype));
                 self.attn_decode(&[(0, 37), (5, 23)], shape, p, (Bf16, dtype));

@@ -20,7 +20,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 const BYTES: u64 = (3 << 20) + 123;
 
 /// The two ends of a transport, which may be one value.
-pub struct Ends<'a> {
+pub struct TransportEnds<'a> {
     /// The end that registers memory.
     pub owner: &'a dyn Transport,
     /// The end that connects.
@@ -30,9 +30,9 @@ pub struct Ends<'a> {
 }
 
 /// A requirement and its name in reports.
-type Demand = (&'static str, fn(&Ends<'_>) -> std::result::Result<(), String>);
+type TransportRequirement = (&'static str, fn(&TransportEnds<'_>) -> std::result::Result<(), String>);
 
-const DEMANDS: [Demand; 5] = [
+const DEMANDS: [TransportRequirement; 5] = [
     ("scattered_writes", scattered_writes),
     ("reads", reads),
     ("bounds", bounds),
@@ -46,7 +46,12 @@ pub fn cases(group: &str) -> impl Iterator<Item = String> {
 }
 
 /// Runs the cases of `group` that `wanted` selects.
-pub fn run(ends: &Ends<'_>, group: &str, wanted: &dyn Fn(&str) -> bool, emit: &mut dyn FnMut(CaseResult)) {
+pub fn run(
+    ends: &TransportEnds<'_>,
+    group: &str,
+    wanted: &dyn Fn(&str) -> bool,
+    emit: &mut dyn FnMut(CaseResult),
+) {
     for (id, (_, demand)) in cases(group).zip(DEMANDS).filter(|(id, _)| wanted(id)) {
         emit(match demand(ends) {
             Ok(()) => CaseResult::pass(id),
@@ -56,21 +61,21 @@ pub fn run(ends: &Ends<'_>, group: &str, wanted: &dyn Fn(&str) -> bool, emit: &m
 }
 
 /// A region of the owner and a connection to it.
-struct Joined {
+struct ConnectedRegion {
     near: Arc<dyn SharedMemory>,
     far: Arc<dyn SharedMemory>,
     region: Descriptor,
     way: Box<dyn Endpoint>,
 }
 
-impl Joined {
-    fn new(ends: &Ends<'_>, access: RemoteAccess) -> Result<Self> {
+impl ConnectedRegion {
+    fn new(ends: &TransportEnds<'_>, access: RemoteAccess) -> Result<Self> {
         let (near, far) = ((ends.make)(BYTES)?, (ends.make)(BYTES)?);
         near.store(0, &pattern(BYTES, 1))?;
         far.store(0, &pattern(BYTES, 2))?;
         let region = ends.owner.register(far.clone(), access)?;
         let way = ends.user.connect(near.clone(), &region)?;
-        Ok(Joined { near, far, region, way })
+        Ok(ConnectedRegion { near, far, region, way })
     }
 
     fn write(&mut self, pieces: &[Piece]) -> Result<()> {
@@ -116,8 +121,8 @@ fn expected(mut target: Vec<u8>, source: &[u8], copies: impl Iterator<Item = (u6
     target
 }
 
-fn scattered_writes(ends: &Ends<'_>) -> std::result::Result<(), String> {
-    let mut joined = Joined::new(ends, RemoteAccess::ReadWrite).map_err(text)?;
+fn scattered_writes(ends: &TransportEnds<'_>) -> std::result::Result<(), String> {
+    let mut joined = ConnectedRegion::new(ends, RemoteAccess::ReadWrite).map_err(text)?;
     joined.write(&pieces()).map_err(text)?;
     let copies = pieces().into_iter().map(|p| (p.local, p.remote, p.bytes));
     let want = expected(pattern(BYTES, 2), &pattern(BYTES, 1), copies);
@@ -126,8 +131,8 @@ fn scattered_writes(ends: &Ends<'_>) -> std::result::Result<(), String> {
     ends.owner.deregister(&joined.region).map_err(text)
 }
 
-fn reads(ends: &Ends<'_>) -> std::result::Result<(), String> {
-    let mut joined = Joined::new(ends, RemoteAccess::ReadWrite).map_err(text)?;
+fn reads(ends: &TransportEnds<'_>) -> std::result::Result<(), String> {
+    let mut joined = ConnectedRegion::new(ends, RemoteAccess::ReadWrite).map_err(text)?;
     joined.read(&pieces()).map_err(text)?;
     let copies = pieces().into_iter().map(|p| (p.remote, p.local, p.bytes));
     let want = expected(pattern(BYTES, 1), &pattern(BYTES, 2), copies);
@@ -145,8 +150,8 @@ fn refused(result: Result<()>, kind: ErrorKind, what: &str) -> std::result::Resu
     }
 }
 
-fn bounds(ends: &Ends<'_>) -> std::result::Result<(), String> {
-    let mut joined = Joined::new(ends, RemoteAccess::ReadWrite).map_err(text)?;
+fn bounds(ends: &TransportEnds<'_>) -> std::result::Result<(), String> {
+    let mut joined = ConnectedRegion::new(ends, RemoteAccess::ReadWrite).map_err(text)?;
     let good = Piece { local: 0, remote: 0, bytes: 64 };
     for bad in [
         Piece { local: 0, remote: BYTES - 1, bytes: 2 },
@@ -161,19 +166,19 @@ fn bounds(ends: &Ends<'_>) -> std::result::Result<(), String> {
     ends.owner.deregister(&joined.region).map_err(text)
 }
 
-fn access(ends: &Ends<'_>) -> std::result::Result<(), String> {
+fn access(ends: &TransportEnds<'_>) -> std::result::Result<(), String> {
     let piece = [Piece { local: 0, remote: 0, bytes: 64 }];
-    let mut written = Joined::new(ends, RemoteAccess::Write).map_err(text)?;
+    let mut written = ConnectedRegion::new(ends, RemoteAccess::Write).map_err(text)?;
     refused(written.read(&piece), ErrorKind::Invalid, "a read of what is for writing")?;
     ends.owner.deregister(&written.region).map_err(text)?;
-    let mut read = Joined::new(ends, RemoteAccess::Read).map_err(text)?;
+    let mut read = ConnectedRegion::new(ends, RemoteAccess::Read).map_err(text)?;
     refused(read.write(&piece), ErrorKind::Invalid, "a write to what is for reading")?;
     holds(&*read.far, &pattern(BYTES, 2), "the owner's memory")?;
     ends.owner.deregister(&read.region).map_err(text)
 }
 
-fn fence(ends: &Ends<'_>) -> std::result::Result<(), String> {
-    let mut joined = Joined::new(ends, RemoteAccess::ReadWrite).map_err(text)?;
+fn fence(ends: &TransportEnds<'_>) -> std::result::Result<(), String> {
+    let mut joined = ConnectedRegion::new(ends, RemoteAccess::ReadWrite).map_err(text)?;
     ends.owner.deregister(&joined.region).map_err(text)?;
     let late = joined.write(&[Piece { local: 0, remote: 0, bytes: BYTES }]);
     if late.is_ok() {

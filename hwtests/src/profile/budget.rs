@@ -2,7 +2,7 @@
 //! predicted, with the help of published measurements of other parts where they help.
 
 use super::document::{PointStatus, ProfileDocument};
-use super::work::Work;
+use super::work::WorkItem;
 use mixfleet_hal::catalog::{lenders, part_of_driver};
 use mixfleet_hal::profile::{DeviceProfile, ExpectedError, Predictor, worth_measuring};
 use mixfleet_hal::{DType, OpSig};
@@ -10,7 +10,11 @@ use std::collections::HashSet;
 
 /// Returns what to measure of `works`, with at most `count` products and attention steps, and the products
 /// and attention steps that are left; the chosen ones are in `dtype`, in which a model is served.
-pub(super) fn chosen(works: Vec<Work>, dtype: DType, count: Option<usize>) -> (Vec<Work>, Vec<Work>) {
+pub(super) fn chosen(
+    works: Vec<WorkItem>,
+    dtype: DType,
+    count: Option<usize>,
+) -> (Vec<WorkItem>, Vec<WorkItem>) {
     let Some(count) = count else { return (works, Vec::new()) };
     let candidates: Vec<OpSig> =
         works.iter().filter_map(limited).filter(|sig| dtype_of(sig) == Some(dtype)).collect();
@@ -47,9 +51,9 @@ fn predictor(profile: &DeviceProfile) -> Predictor {
 }
 
 /// Returns the operation if the budget limits its kind.
-fn limited(work: &Work) -> Option<OpSig> {
+fn limited(work: &WorkItem) -> Option<OpSig> {
     match work {
-        Work::Op(sig) => dtype_of(sig).map(|_| *sig),
+        WorkItem::Op(sig) => dtype_of(sig).map(|_| *sig),
         _ => None,
     }
 }
@@ -75,7 +79,7 @@ mod tests {
         assert_eq!((all.len(), none.len()), (works.len(), 0));
         let (measured, left) = chosen(works.clone(), DType::Bf16, Some(32));
         assert_eq!(measured.len() + left.len(), works.len());
-        let limited_of = |works: &[Work]| works.iter().filter_map(limited).collect::<Vec<_>>();
+        let limited_of = |works: &[WorkItem]| works.iter().filter_map(limited).collect::<Vec<_>>();
         let sigs = limited_of(&measured);
         assert_eq!(sigs.len(), 32);
         assert!(sigs.iter().all(|sig| dtype_of(sig) == Some(DType::Bf16)));

@@ -1,7 +1,7 @@
 //! A profile as a card for the terminal.
 
 use super::document::{Flag, PointResult, ProfileDocument, Rate, ReachedRate};
-use super::work::Group;
+use super::work::PointGroup;
 use crate::datasheet::catalog_part;
 use mixfleet_hal::DType;
 use mixfleet_hal::catalog::Part;
@@ -16,7 +16,7 @@ const BINS: usize = 6;
 /// Renders the card: name, bars for compute and bandwidth beside the datasheet of a known part, the samples
 /// behind each, links, and what a dollar buys.
 pub fn card(document: &ProfileDocument) -> String {
-    let mut card = Card { document, part: catalog_part(&document.device.name), out: String::new() };
+    let mut card = ProfileCard { document, part: catalog_part(&document.device.name), out: String::new() };
     card.head();
     card.compute();
     card.memory();
@@ -33,7 +33,7 @@ pub fn card(document: &ProfileDocument) -> String {
 /// its samples.
 pub fn points(document: &ProfileDocument) -> String {
     let mut out = String::new();
-    for group in Group::ALL {
+    for group in PointGroup::ALL {
         let of_group = || document.points.iter().filter(|point| point.group == group);
         let mut measured: Vec<&PointResult> = of_group().filter(|point| point.seconds.is_some()).collect();
         if measured.is_empty() {
@@ -55,14 +55,14 @@ pub fn points(document: &ProfileDocument) -> String {
     out
 }
 
-struct Card<'a> {
+struct ProfileCard<'a> {
     document: &'a ProfileDocument,
     /// The part of the catalog that it is, if it is one.
     part: Option<&'static Part>,
     out: String,
 }
 
-impl Card<'_> {
+impl ProfileCard<'_> {
     fn line(&mut self, label: &str, text: &str) {
         let _ = writeln!(self.out, "  {label:<9}{}", text.trim_end());
     }

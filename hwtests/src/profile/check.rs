@@ -1,10 +1,10 @@
 //! Verifies before timing: conformance of each class of operations, and spot checks of the very products that
 //! were timed.
 
-use super::document::Check;
+use super::document::ClassCheck;
 use crate::cases::{Case, SuiteLevel, TokenSpread};
 use crate::ids;
-use crate::suite::{Entry, attempt, entries};
+use crate::suite::{SuiteEntry, attempt, entries};
 use crate::{CaseReport, CheckOutcome};
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::random::Stream;
@@ -20,7 +20,7 @@ const SPOTS: usize = 6;
 /// The classes checked so far.
 #[derive(Debug, Default)]
 pub(crate) struct Checks {
-    by_class: BTreeMap<String, Check>,
+    by_class: BTreeMap<String, ClassCheck>,
 }
 
 /// Returns the operation and dtypes, which decide what kernels run.
@@ -47,26 +47,27 @@ impl Checks {
         Err(format!("not measured, conformance of {} failed: {reason}", check.class))
     }
 
-    pub(crate) fn into_vec(self) -> Vec<Check> {
+    pub(crate) fn into_vec(self) -> Vec<ClassCheck> {
         self.by_class.into_values().collect()
     }
 }
 
-fn check(device: &dyn Device, sig: &OpSig, class: String, timeout: Duration) -> Check {
+fn check(device: &dyn Device, sig: &OpSig, class: String, timeout: Duration) -> ClassCheck {
     if !device.info().computes() {
         let reason = Some("the device takes time only, and its results were not checked".to_owned());
-        return Check { class, cases: 0, passed: true, ratio_max: None, reason };
+        return ClassCheck { class, cases: 0, passed: true, ratio_max: None, reason };
     }
     let limits = device.limits();
-    let alike = |entry: &Entry| entry.case.as_ref().is_some_and(|case| self::class(&case.sig) == class);
-    let all: Vec<Entry> = entries(SuiteLevel::Quick, &limits).into_iter().filter(alike).collect();
+    let alike = |entry: &SuiteEntry| entry.case.as_ref().is_some_and(|case| self::class(&case.sig) == class);
+    let all: Vec<SuiteEntry> = entries(SuiteLevel::Quick, &limits).into_iter().filter(alike).collect();
     let step = all.len().div_ceil(CASES_MAX).max(1);
-    let mut tried: Vec<Entry> = all.into_iter().step_by(step).collect();
+    let mut tried: Vec<SuiteEntry> = all.into_iter().step_by(step).collect();
     let small = Case { sig: shrunk(sig), spread: TokenSpread::Even, seed: 1 };
     if matches!(sig, OpSig::Gemm { .. }) || tried.is_empty() && !needs_spread(sig) {
-        tried.push(Entry { name: sig.name(), case: Some(small) });
+        tried.push(SuiteEntry { name: sig.name(), case: Some(small) });
     }
-    let mut result = Check { class, cases: to_u32(tried.len()), passed: true, ratio_max: None, reason: None };
+    let mut result =
+        ClassCheck { class, cases: to_u32(tried.len()), passed: true, ratio_max: None, reason: None };
     if tried.is_empty() {
         (result.passed, result.reason) = (false, Some("the suite has no case of these dtypes".to_owned()));
     }
@@ -82,7 +83,7 @@ fn check(device: &dyn Device, sig: &OpSig, class: String, timeout: Duration) -> 
 }
 
 /// Describes what is wrong with a case.
-fn in_words(entry: &Entry, outcome: &CheckOutcome) -> String {
+fn in_words(entry: &SuiteEntry, outcome: &CheckOutcome) -> String {
     let name = entry.case.as_ref().map_or_else(|| entry.name.to_owned(), ids::of);
     format!("{name}: {}", outcome.reason())
 }
@@ -177,13 +178,13 @@ pub(crate) fn spot(device: &dyn Device, cmd: &Cmd) -> Result<(), String> {
 mod tests {
     use super::*;
     use crate::profile::ground::Ground;
-    use crate::profile::work::Work;
+    use crate::profile::work::WorkItem;
     use crate::reference::ReferenceDevice;
 
     const TIMEOUT: Duration = Duration::from_secs(30);
 
     fn sig(id: &str) -> OpSig {
-        let Some(Work::Op(sig)) = Work::parse(id, 8) else { panic!("{id}") };
+        let Some(WorkItem::Op(sig)) = WorkItem::parse(id, 8) else { panic!("{id}") };
         sig
     }
 
@@ -201,7 +202,7 @@ mod tests {
     #[test]
     fn a_problem_names_the_operation_as_people_do() {
         let case = Case { sig: sig("gemm.bf16.m5.n32.k64"), spread: TokenSpread::Even, seed: 1 };
-        let entry = Entry { name: "gemm", case: Some(case) };
+        let entry = SuiteEntry { name: "gemm", case: Some(case) };
         let outcome = CheckOutcome::Fail { reason: "out[0] is 1, must be 2".to_owned() };
         let words = in_words(&entry, &outcome);
         assert!(

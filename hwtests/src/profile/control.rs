@@ -3,7 +3,7 @@
 
 use super::Problem;
 use super::document::ProfileDocument;
-use super::measure::{Bench, TIMEOUT, loads_of};
+use super::measure::{ProfileBench, TIMEOUT, loads_of};
 use super::sampler::SampleBudget;
 use super::work::gemm;
 use mixfleet_hal::{DType, OpSig, Support};
@@ -29,7 +29,7 @@ pub struct Control {
     pub read_s: Option<f64>,
 }
 
-impl Bench<'_> {
+impl ProfileBench<'_> {
     /// Takes a reading.
     pub(crate) fn control(&mut self, at_s: f64) -> Result<Control, Problem> {
         let products = loads_of(PRODUCT, false);

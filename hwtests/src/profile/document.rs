@@ -7,7 +7,7 @@
 use super::control::Control;
 use super::plan::ProfileLevel;
 use super::stats::SampleStats;
-use super::work::Group;
+use super::work::PointGroup;
 use mixfleet_hal::device::Health;
 use mixfleet_hal::profile::ExpectedError;
 use mixfleet_hal::{Device, DeviceKind, OpSig};
@@ -37,7 +37,7 @@ pub struct ProfileDocument {
     /// Conditions before and after the measurement.
     pub conditions: Conditions,
     /// The conformance checks that the numbers rest on.
-    pub checks: Vec<Check>,
+    pub checks: Vec<ClassCheck>,
     /// All points, in order.
     pub points: Vec<PointResult>,
     /// Readings of the controls, taken every few seconds.
@@ -110,7 +110,8 @@ impl Fact {
 
 /// The device's readings at one moment; readings that it does not provide are absent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct State {
+#[schemars(rename = "State")]
+pub struct DeviceReadings {
     /// Temperature in degrees Celsius.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub temperature_c: Option<f64>,
@@ -131,9 +132,9 @@ pub struct State {
     pub errors_uncorrected: Option<u64>,
 }
 
-impl From<Health> for State {
+impl From<Health> for DeviceReadings {
     fn from(health: Health) -> Self {
-        State {
+        DeviceReadings {
             temperature_c: health.temperature_c,
             power_w: health.power_w,
             clock_mhz: health.clock_mhz,
@@ -148,9 +149,9 @@ impl From<Health> for State {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Conditions {
     /// Readings before the first point.
-    pub before: State,
+    pub before: DeviceReadings,
     /// Readings after the last point.
-    pub after: State,
+    pub after: DeviceReadings,
     /// What the caller knows about the machine: governor, load, other users of the device, kernel.
     pub facts: Vec<Fact>,
     /// Warnings about the whole measurement.
@@ -207,7 +208,8 @@ impl Flag {
 
 /// The result of checking the conformance of one class of operations before timing it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Check {
+#[schemars(rename = "Check")]
+pub struct ClassCheck {
     /// Operation and dtypes, in the order of its operands.
     pub class: String,
     /// Number of cases tried.
@@ -252,7 +254,7 @@ pub struct PointResult {
     /// Stable name of the point.
     pub id: String,
     /// The group it belongs to.
-    pub group: Group,
+    pub group: PointGroup,
     /// How the measurement ended.
     pub status: PointStatus,
     /// Why it is not `ok`.
@@ -304,7 +306,7 @@ pub struct LongRun {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub joules_per_run: Option<f64>,
     /// Readings of the device through the run.
-    pub states: Vec<State>,
+    pub states: Vec<DeviceReadings>,
 }
 
 /// A line `fixed_s + bytes * s_per_byte` for sizes of at least `from_bytes`.
@@ -453,12 +455,13 @@ impl PointResult {
     pub fn rate(&self) -> Option<Rate> {
         let seconds = self.seconds.as_ref()?.median;
         let arithmetic = match self.group {
-            Group::Prefill => true,
-            Group::Gemm => self.flops > 16.0 * self.bytes,
-            Group::Sustained => self.flops > 0.0,
+            PointGroup::Prefill => true,
+            PointGroup::Gemm => self.flops > 16.0 * self.bytes,
+            PointGroup::Sustained => self.flops > 0.0,
             _ => false,
         };
-        let (amount, unit) = if arithmetic { (self.flops, Unit::Flop) } else { (self.bytes, Unit::Byte) };
+        let (amount, unit) =
+            if arithmetic { (self.flops, RateUnit::Flop) } else { (self.bytes, RateUnit::Byte) };
         (amount > 0.0 && seconds > 0.0).then(|| Rate { value: amount / seconds, unit })
     }
 
@@ -470,7 +473,7 @@ impl PointResult {
 
 /// The unit that a rate counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unit {
+pub enum RateUnit {
     /// Floating-point operations.
     Flop,
     /// Bytes.
@@ -483,15 +486,15 @@ pub struct Rate {
     /// Amount per second.
     pub value: f64,
     /// Unit of the amount.
-    pub unit: Unit,
+    pub unit: RateUnit,
 }
 
 impl Rate {
     /// Formats the rate with its unit: `41.2 GB/s`, `412 GFLOP/s`.
     pub fn text(self) -> String {
         let unit = match self.unit {
-            Unit::Flop => "FLOP/s",
-            Unit::Byte => "B/s",
+            RateUnit::Flop => "FLOP/s",
+            RateUnit::Byte => "B/s",
         };
         scaled(self.value, unit)
     }

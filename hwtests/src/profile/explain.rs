@@ -189,11 +189,11 @@ impl std::fmt::Display for Metric {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::{Flag, Group, ProfileLevel, plan};
+    use crate::profile::{Flag, PointGroup, ProfileLevel, plan};
 
     #[test]
     fn whatever_is_printed_is_explained() {
-        let mut names: Vec<String> = Group::ALL.iter().map(|group| group.name().to_owned()).collect();
+        let mut names: Vec<String> = PointGroup::ALL.iter().map(|group| group.name().to_owned()).collect();
         names.extend(Flag::ALL.iter().map(|flag| flag.name().to_owned()));
         names.extend(["attention", "drifted", "dependence_s", "capacity", "compute"].map(str::to_owned));
         names.extend(plan(ProfileLevel::Full, 32, &[], &[]).iter().map(|work| work.id()));

@@ -4,7 +4,7 @@ use super::budget;
 use super::document::{
     Compute, Economics, Flag, LineFit, PointResult, PointStatus, ProfileDocument, ReachedRate,
 };
-use super::work::Work;
+use super::work::WorkItem;
 use mixfleet_hal::profile::{
     Bandwidth, CopyCost, DeviceProfile, LinearSegment, Point, Provenance, Sustained,
 };
@@ -165,14 +165,14 @@ impl ProfileDocument {
     }
 
     fn bandwidths(&self) -> Vec<Bandwidth> {
-        let point = |(p, seconds): (&PointResult, f64)| match Work::parse(&p.id, self.device.kv_page_tokens)?
-        {
-            Work::Memory(traffic, bytes) => {
-                let rate = BytesPerSecond(p.bytes / seconds);
-                Some(Bandwidth { traffic, working_set: Bytes(bytes as f64), rate })
-            }
-            _ => None,
-        };
+        let point =
+            |(p, seconds): (&PointResult, f64)| match WorkItem::parse(&p.id, self.device.kv_page_tokens)? {
+                WorkItem::Memory(traffic, bytes) => {
+                    let rate = BytesPerSecond(p.bytes / seconds);
+                    Some(Bandwidth { traffic, working_set: Bytes(bytes as f64), rate })
+                }
+                _ => None,
+            };
         let mut all: Vec<Bandwidth> = timed(self, "memory_").filter_map(point).collect();
         all.sort_by(|a, b| {
             (a.traffic as u8).cmp(&(b.traffic as u8)).then(a.working_set.0.total_cmp(&b.working_set.0))

@@ -316,7 +316,7 @@ fn contents(sig: &OpSig, operand: &Operand) -> Option<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::profile::work::Work;
+    use crate::profile::work::WorkItem;
     use crate::reference::ReferenceDevice;
 
     #[test]
@@ -355,7 +355,7 @@ mod tests {
             "grouped_gemm.bf16.r6.fan2.e4.touched3.n16.k32",
             "combine.bf16.t3.a2.h16",
         ] {
-            let Some(Work::Op(sig)) = Work::parse(id, 8) else { panic!("{id}") };
+            let Some(WorkItem::Op(sig)) = WorkItem::parse(id, 8) else { panic!("{id}") };
             let commands = ground.commands(&sig).unwrap();
             let mut queue = device.queue().unwrap();
             let ticket = queue.submit(&commands[..commands.len().min(3)]).unwrap();
@@ -371,7 +371,7 @@ mod tests {
         let device = ReferenceDevice::default();
         let mut ground = Ground::new(&device, 1 << 20, 0, 1 << 20).unwrap();
         for id in ["gemm.bf16.m1.n4096.k4096", "gemm.bf16.m4096.n64.k4096"] {
-            let Some(Work::Op(sig)) = Work::parse(id, 8) else { panic!("{id}") };
+            let Some(WorkItem::Op(sig)) = WorkItem::parse(id, 8) else { panic!("{id}") };
             let Err(Problem::Skip(reason)) = ground.commands(&sig) else { panic!("{id}") };
             assert!(reason.contains("MiB"), "{reason}");
         }

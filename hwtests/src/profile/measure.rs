@@ -1,12 +1,12 @@
-//! Measures one point: from a [`Work`] to its samples.
+//! Measures one point: from a [`WorkItem`] to its samples.
 
 use super::Problem;
 use super::check::{Checks, spot};
-use super::document::{Flag, LongRun, PointResult, PointStatus, State, Timer};
+use super::document::{DeviceReadings, Flag, LongRun, PointResult, PointStatus, Timer};
 use super::ground::{Ground, noise};
-use super::sampler::{NOISE_MAX, SampleBudget, Samples, TimeSource, sample};
+use super::sampler::{NOISE_MAX, PointSamples, SampleBudget, TimeSource, sample};
 use super::stats::{SampleStats, quantile};
-use super::work::{LaunchCase, SustainedLoad, Work, gemm};
+use super::work::{LaunchCase, SustainedLoad, WorkItem, gemm};
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::command::ClockKind;
 use mixfleet_hal::profile::Traffic;
@@ -45,7 +45,7 @@ pub(crate) struct LaunchCost {
 }
 
 /// A device being measured.
-pub(crate) struct Bench<'a> {
+pub(crate) struct ProfileBench<'a> {
     pub(crate) device: &'a dyn Device,
     pub(crate) queue: Box<dyn Queue>,
     pub(crate) ground: Ground<'a>,
@@ -55,17 +55,17 @@ pub(crate) struct Bench<'a> {
 }
 
 /// A measured time before it becomes a point.
-pub(crate) struct Measured {
-    samples: Samples,
+pub(crate) struct MeasuredTime {
+    samples: PointSamples,
     timer: Timer,
     runs: u32,
     flags: Vec<Flag>,
     long_run: Option<LongRun>,
 }
 
-impl Measured {
-    fn new(samples: Samples, timer: Timer, runs: u32) -> Self {
-        Measured { samples, timer, runs, flags: Vec::new(), long_run: None }
+impl MeasuredTime {
+    fn new(samples: PointSamples, timer: Timer, runs: u32) -> Self {
+        MeasuredTime { samples, timer, runs, flags: Vec::new(), long_run: None }
     }
 
     /// Returns the median seconds of one run.
@@ -74,23 +74,23 @@ impl Measured {
     }
 }
 
-impl Bench<'_> {
+impl ProfileBench<'_> {
     /// Measures `work`; a long run lasts `long_seconds`.
     pub(crate) fn point(
         &mut self,
-        work: &Work,
+        work: &WorkItem,
         effort: SampleBudget,
         long_seconds: f64,
     ) -> Result<PointResult, Problem> {
         let mut point = empty(work);
         let measured = match work {
-            Work::Op(sig) => self.op(sig, effort)?,
-            Work::Memory(traffic, bytes) => self.memory(*traffic, *bytes, effort)?,
-            Work::HostToDevice(bytes) => self.transfer(*bytes, effort, true)?,
-            Work::DeviceToHost(bytes) => self.transfer(*bytes, effort, false)?,
-            Work::DeviceToDevice(bytes) => self.op(&OpSig::Copy { bytes: *bytes }, effort)?,
-            Work::Launch(launch) => self.launch(*launch, effort)?.0,
-            Work::Sustained(load) => {
+            WorkItem::Op(sig) => self.op(sig, effort)?,
+            WorkItem::Memory(traffic, bytes) => self.memory(*traffic, *bytes, effort)?,
+            WorkItem::HostToDevice(bytes) => self.transfer(*bytes, effort, true)?,
+            WorkItem::DeviceToHost(bytes) => self.transfer(*bytes, effort, false)?,
+            WorkItem::DeviceToDevice(bytes) => self.op(&OpSig::Copy { bytes: *bytes }, effort)?,
+            WorkItem::Launch(launch) => self.launch(*launch, effort)?.0,
+            WorkItem::Sustained(load) => {
                 let (measured, sig) = self.sustained(*load, long_seconds)?;
                 (point.flops, point.bytes) = (sig.flops(), sig.bytes());
                 measured
@@ -124,14 +124,14 @@ impl Bench<'_> {
         }
     }
 
-    fn op(&mut self, sig: &OpSig, effort: SampleBudget) -> Result<Measured, Problem> {
+    fn op(&mut self, sig: &OpSig, effort: SampleBudget) -> Result<MeasuredTime, Problem> {
         let flags = self.supported(sig)?;
         self.checks.require(self.device, sig, TIMEOUT).map_err(Problem::Failed)?;
         let commands = self.ground.commands(sig)?;
         let (samples, timer, runs) = self.repeat(&commands, effort)?;
         spot(self.device, &commands[0])
             .map_err(|e| Problem::Failed(format!("the timed result is wrong: {e}")))?;
-        Ok(Measured { flags, ..Measured::new(samples, timer, runs) })
+        Ok(MeasuredTime { flags, ..MeasuredTime::new(samples, timer, runs) })
     }
 
     /// Times `commands` in turn and returns the seconds of one command, excluding launch costs. The first
@@ -140,7 +140,7 @@ impl Bench<'_> {
         &mut self,
         commands: &[Cmd],
         effort: SampleBudget,
-    ) -> Result<(Samples, Timer, u32), Problem> {
+    ) -> Result<(PointSamples, Timer, u32), Problem> {
         self.repeat_least(commands, effort, OWN_SHARE_MIN)
     }
 
@@ -150,7 +150,7 @@ impl Bench<'_> {
         commands: &[Cmd],
         effort: SampleBudget,
         own_share_min: f64,
-    ) -> Result<(Samples, Timer, u32), Problem> {
+    ) -> Result<(PointSamples, Timer, u32), Problem> {
         // the first run may compile, allocate, or wake the device
         self.elapsed(&commands[..1])?;
         let (mut once, mut timer) = (f64::INFINITY, Timer::Host);
@@ -188,7 +188,12 @@ impl Bench<'_> {
     }
 
     /// Measures the bandwidth over one working set that is accessed repeatedly.
-    fn memory(&mut self, traffic: Traffic, bytes: u64, effort: SampleBudget) -> Result<Measured, Problem> {
+    fn memory(
+        &mut self,
+        traffic: Traffic,
+        bytes: u64,
+        effort: SampleBudget,
+    ) -> Result<MeasuredTime, Problem> {
         let region = self.ground.region(bytes)?;
         let (sig, args) = match traffic {
             Traffic::Read => {
@@ -211,11 +216,16 @@ impl Bench<'_> {
         if traffic == Traffic::Write {
             self.ground.fill(&region)?;
         }
-        Ok(Measured { flags, ..Measured::new(samples, timer, runs) })
+        Ok(MeasuredTime { flags, ..MeasuredTime::new(samples, timer, runs) })
     }
 
     /// Measures `Device::write` or `Device::read` on the host's clock.
-    fn transfer(&mut self, bytes: u64, effort: SampleBudget, to_device: bool) -> Result<Measured, Problem> {
+    fn transfer(
+        &mut self,
+        bytes: u64,
+        effort: SampleBudget,
+        to_device: bool,
+    ) -> Result<MeasuredTime, Problem> {
         self.ground.region(bytes)?;
         let slice = self.device.alloc(bytes, BufferUsage::Kv)?;
         let mut host = noise(to_usize(bytes));
@@ -232,7 +242,7 @@ impl Bench<'_> {
         let runs = to_usize((SAMPLE_SECONDS / 10.0 / first.max(1e-9)).ceil().clamp(1.0, RUNS_MAX));
         let samples = sample(clock, effort, || once(runs))?;
         let samples = samples.ok_or_else(|| Problem::Failed("the clock stands still".to_owned()))?;
-        Ok(Measured::new(samples, Timer::Host, to_u32(runs)))
+        Ok(MeasuredTime::new(samples, Timer::Host, to_u32(runs)))
     }
 
     /// Measures the host time from submission to the end of the wait, along with the device's own median time
@@ -241,7 +251,7 @@ impl Bench<'_> {
         &mut self,
         launch: LaunchCase,
         effort: SampleBudget,
-    ) -> Result<(Measured, f64), Problem> {
+    ) -> Result<(MeasuredTime, f64), Problem> {
         let count = match launch {
             LaunchCase::Empty => 0,
             LaunchCase::Commands(n) | LaunchCase::Replay(n) | LaunchCase::Chain(n) => n as usize,
@@ -275,7 +285,7 @@ impl Bench<'_> {
             self.ground.fill(&self.chain_ground()?)?;
         }
         let samples = samples.ok_or_else(|| Problem::Failed("the clock stands still".to_owned()))?;
-        Ok((Measured::new(samples, Timer::Host, 1), quantile(&own, 0.5)))
+        Ok((MeasuredTime::new(samples, Timer::Host, 1), quantile(&own, 0.5)))
     }
 
     /// Returns the second half of a layer (norm, gate, up, activation, accumulating product), whose commands
@@ -318,7 +328,7 @@ impl Bench<'_> {
         ])
     }
 
-    /// Returns the memory that [`Bench::chain`] writes to, which otherwise holds random numbers.
+    /// Returns the memory that [`ProfileBench::chain`] writes to, which otherwise holds random numbers.
     fn chain_ground(&self) -> Result<Slice, Problem> {
         self.ground.region(CHAIN_BYTES)
     }
@@ -339,7 +349,7 @@ impl Bench<'_> {
     }
 
     /// Runs one load for long.
-    fn sustained(&mut self, load: SustainedLoad, seconds: f64) -> Result<(Measured, OpSig), Problem> {
+    fn sustained(&mut self, load: SustainedLoad, seconds: f64) -> Result<(MeasuredTime, OpSig), Problem> {
         let mut why = Problem::Unsupported("no dtype of this load".to_owned());
         for sig in loads(load) {
             let commands = match self.supported(&sig).and_then(|_| self.ground.commands(&sig)) {
@@ -355,12 +365,12 @@ impl Bench<'_> {
         Err(why)
     }
 
-    fn long_run(&mut self, commands: &[Cmd], seconds: f64) -> Result<Measured, Problem> {
+    fn long_run(&mut self, commands: &[Cmd], seconds: f64) -> Result<MeasuredTime, Problem> {
         self.elapsed(&commands[..1])?;
         let (once, timer) = self.elapsed(&commands[..1])?;
         let runs = to_usize((seconds / LONG_SAMPLES / once.max(1e-9)).clamp(1.0, 4.0 * RUNS_MAX));
         let batch: Vec<Cmd> = commands.iter().cycle().take(runs).cloned().collect();
-        let state = |device: &dyn Device| State::from(device.health());
+        let state = |device: &dyn Device| DeviceReadings::from(device.health());
         let (start, first) = (self.clock.seconds(), state(self.device));
         let (mut each, mut states) = (Vec::new(), vec![first]);
         let more = |spent: f64, samples: usize| {
@@ -394,8 +404,8 @@ impl Bench<'_> {
         let none = || Problem::Failed("the device tells no finite time".to_owned());
         let stats = SampleStats::new(each).ok_or_else(none)?;
         let flags = if stats.cv > NOISE_MAX { vec![Flag::Noisy] } else { Vec::new() };
-        let samples = Samples { stats, ramp: 0, flags };
-        Ok(Measured { long_run: Some(long_run), ..Measured::new(samples, timer, to_u32(runs)) })
+        let samples = PointSamples { stats, ramp: 0, flags };
+        Ok(MeasuredTime { long_run: Some(long_run), ..MeasuredTime::new(samples, timer, to_u32(runs)) })
     }
 }
 
@@ -413,14 +423,14 @@ pub(crate) fn loads_of(shape: (u32, u32, u32), accumulate: bool) -> Vec<OpSig> {
 }
 
 /// Returns a point without a number.
-pub(crate) fn empty(work: &Work) -> PointResult {
+pub(crate) fn empty(work: &WorkItem) -> PointResult {
     let (sig, flops, bytes) = match work {
-        Work::Op(sig) => (Some(*sig), sig.flops(), sig.bytes()),
-        Work::Memory(_, bytes) | Work::HostToDevice(bytes) | Work::DeviceToHost(bytes) => {
+        WorkItem::Op(sig) => (Some(*sig), sig.flops(), sig.bytes()),
+        WorkItem::Memory(_, bytes) | WorkItem::HostToDevice(bytes) | WorkItem::DeviceToHost(bytes) => {
             (None, 0.0, *bytes as f64)
         }
-        Work::DeviceToDevice(bytes) => (Some(OpSig::Copy { bytes: *bytes }), 0.0, 2.0 * *bytes as f64),
-        Work::Launch(_) | Work::Sustained(_) => (None, 0.0, 0.0),
+        WorkItem::DeviceToDevice(bytes) => (Some(OpSig::Copy { bytes: *bytes }), 0.0, 2.0 * *bytes as f64),
+        WorkItem::Launch(_) | WorkItem::Sustained(_) => (None, 0.0, 0.0),
     };
     PointResult {
         id: work.id(),

@@ -1,6 +1,6 @@
 //! Reads measured profiles, and checks their claims against what a clock can show.
 
-use super::{Group, ProfileDocument, Work};
+use super::{PointGroup, ProfileDocument, WorkItem};
 use mixfleet_hal::catalog::is_claim;
 use mixfleet_hal::profile::{DeviceProfile, Point};
 
@@ -43,7 +43,7 @@ fn timed_sensibly(document: &ProfileDocument) -> Result<(), String> {
     for point in &document.points {
         let Some(stats) = point.seconds.as_ref().filter(|_| point.is_ok()) else { continue };
         // an empty batch may cost nothing beyond its launch
-        let free = point.group == Group::Launch;
+        let free = point.group == PointGroup::Launch;
         for seconds in [stats.median, stats.p5, stats.p95, stats.min] {
             let usable = positive(seconds) || free && seconds == 0.0;
             ensure(usable, || {
@@ -80,7 +80,7 @@ fn sensible(profile: &DeviceProfile) -> Result<(), String> {
         })?;
     }
     for Point { sig, time } in &profile.points {
-        let name = Work::Op(*sig).id();
+        let name = WorkItem::Op(*sig).id();
         ensure(positive(time.0), || {
             format!("the point {name} claims a time of {:e} s; measure again", time.0)
         })?;
@@ -117,7 +117,7 @@ mod tests {
         assert!(error("{}").contains("its schema is ''"));
         assert!(error(&text(&part("L4").unwrap().profile())).contains("restates a datasheet"));
         let with_point = |seconds| {
-            let Some(Work::Op(sig)) = Work::parse("gemm.f32.m512.n4096.k4096", 16) else { panic!() };
+            let Some(WorkItem::Op(sig)) = WorkItem::parse("gemm.f32.m512.n4096.k4096", 16) else { panic!() };
             DeviceProfile { points: vec![Point { sig, time: Seconds(seconds) }], ..profile.clone() }
         };
         assert!(measured(&text(&with_point(0.2))).is_ok());

@@ -1,7 +1,7 @@
 //! Reports requested points that were not measured.
 
 use super::document::{PointStatus, ProfileDocument};
-use super::work::{Work, matches};
+use super::work::{WorkItem, matches};
 
 impl ProfileDocument {
     /// Returns a line for each pattern of `only` that yielded no number, saying why.
@@ -11,7 +11,7 @@ impl ProfileDocument {
 
     fn why_missing(&self, pattern: &str) -> Option<String> {
         let named =
-            |id: &str| Work::parse(id, self.device.kv_page_tokens).is_some_and(|w| matches(pattern, &w));
+            |id: &str| WorkItem::parse(id, self.device.kv_page_tokens).is_some_and(|w| matches(pattern, &w));
         let points: Vec<_> = self.points.iter().filter(|point| named(&point.id)).collect();
         if points.iter().any(|point| point.is_ok()) {
             return None;

@@ -44,7 +44,7 @@ pub use plan::{ProfileLevel, plan};
 pub use run::{ProfileOptions, ProfileProgress, measure, run};
 pub use sampler::{HostClock, TimeSource};
 pub use stats::SampleStats;
-pub use work::{Group, Work};
+pub use work::{PointGroup, WorkItem};
 
 use mixfleet_hal::{Error, ErrorKind};
 

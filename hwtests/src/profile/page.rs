@@ -1,13 +1,13 @@
 //! A profile as one self-contained HTML page.
 
 use super::document::{PointResult, PointStatus, ProfileDocument};
-use super::work::{Group, Work};
+use super::work::{PointGroup, WorkItem};
 use crate::roofline::Roofline;
 use mixfleet_hal::profile::Traffic;
 use mixfleet_hal::{KvShape, OpSig};
-use mixfleet_report::html::{Cell, Html, Tone};
+use mixfleet_report::html::{Html, TableCell, Tone};
 use mixfleet_report::numbers::scaled;
-use mixfleet_report::svg::{Axis, Chart, DISTINCT_MAX, Mark, Scale, Series};
+use mixfleet_report::svg::{Chart, DISTINCT_MAX, Mark, PlotAxis, Scale, Series};
 use mixfleet_report::text::gibibytes;
 use std::collections::BTreeMap;
 
@@ -101,11 +101,11 @@ fn roofline(body: &mut Html, document: &ProfileDocument) {
     let mut by_kind: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
     for (p, seconds) in measured(document).filter(|(p, _)| p.flops > 0.0 && p.bytes > 0.0) {
         let kind = match p.group {
-            Group::Gemm => "matrix products",
-            Group::Experts => "mixtures of experts",
-            Group::Decode => "decode attention",
-            Group::Prefill => "prefill attention",
-            Group::Small => "small operations",
+            PointGroup::Gemm => "matrix products",
+            PointGroup::Experts => "mixtures of experts",
+            PointGroup::Decode => "decode attention",
+            PointGroup::Prefill => "prefill attention",
+            PointGroup::Small => "small operations",
             _ => continue,
         };
         by_kind.entry(kind).or_default().push((p.flops / p.bytes, p.flops / seconds));
@@ -122,11 +122,11 @@ fn measured(document: &ProfileDocument) -> impl Iterator<Item = (&PointResult, f
 /// Groups points into curves; `place` returns a curve's name with x and y.
 fn gather(
     document: &ProfileDocument,
-    place: impl Fn(&PointResult, &Work, f64) -> Option<(String, f64, f64)>,
+    place: impl Fn(&PointResult, &WorkItem, f64) -> Option<(String, f64, f64)>,
 ) -> Vec<Series> {
     let mut curves: Vec<Series> = Vec::new();
     for (p, seconds) in measured(document) {
-        let Some(work) = Work::parse(&p.id, document.device.kv_page_tokens) else { continue };
+        let Some(work) = WorkItem::parse(&p.id, document.device.kv_page_tokens) else { continue };
         let Some((name, x, y)) = place(p, &work, seconds) else { continue };
         match curves.iter_mut().find(|curve| curve.name == name) {
             Some(curve) => curve.points.push((x, y)),
@@ -145,13 +145,13 @@ fn gather(
 
 #[expect(clippy::too_many_lines, reason = "one curve after the other")]
 fn curves(body: &mut Html, document: &ProfileDocument) {
-    let bytes = Axis { label: "bytes", unit: "B", scale: Scale::Binary };
-    let bandwidth = Axis { label: "bandwidth", unit: "B/s", scale: Scale::Decimal };
-    let flops = Axis { label: "arithmetic rate", unit: "FLOP/s", scale: Scale::Decimal };
-    let rows = Axis { label: "rows", unit: "", scale: Scale::Binary };
-    let tokens = Axis { label: "tokens", unit: "", scale: Scale::Binary };
+    let bytes = PlotAxis { label: "bytes", unit: "B", scale: Scale::Binary };
+    let bandwidth = PlotAxis { label: "bandwidth", unit: "B/s", scale: Scale::Decimal };
+    let flops = PlotAxis { label: "arithmetic rate", unit: "FLOP/s", scale: Scale::Decimal };
+    let rows = PlotAxis { label: "rows", unit: "", scale: Scale::Binary };
+    let tokens = PlotAxis { label: "tokens", unit: "", scale: Scale::Binary };
     let memory = gather(document, |p, work, seconds| match work {
-        Work::Memory(traffic, bytes) => {
+        WorkItem::Memory(traffic, bytes) => {
             let name = match traffic {
                 Traffic::Read => "read",
                 Traffic::Write => "write",
@@ -163,7 +163,7 @@ fn curves(body: &mut Html, document: &ProfileDocument) {
     });
     figure(body, bytes, bandwidth, &memory, "Memory bandwidth by working set: the knees are the caches.");
     let products = gather(document, |p, work, seconds| match work {
-        Work::Op(OpSig::Gemm { m, n, k, x, .. }) => {
+        WorkItem::Op(OpSig::Gemm { m, n, k, x, .. }) => {
             Some((format!("{x} n {n} k {k}"), f64::from(*m), p.flops / seconds))
         }
         _ => None,
@@ -176,7 +176,7 @@ fn curves(body: &mut Html, document: &ProfileDocument) {
         "Matrix products by rows: streaming weights at the left, arithmetic at the right.",
     );
     let decode = gather(document, |p, work, seconds| match work {
-        Work::Op(OpSig::AttnDecode {
+        WorkItem::Op(OpSig::AttnDecode {
             sequences,
             kv_tokens,
             heads,
@@ -191,8 +191,11 @@ fn curves(body: &mut Html, document: &ProfileDocument) {
     });
     figure(body, tokens, bandwidth, &decode, "Decode attention: KV bytes per second by context.");
     let prefill = gather(document, |p, work, seconds| match work {
-        Work::Op(OpSig::AttnPrefill {
-            tokens, kv_tokens, kv: KvShape { head_dim, dtype: kv, .. }, ..
+        WorkItem::Op(OpSig::AttnPrefill {
+            tokens,
+            kv_tokens,
+            kv: KvShape { head_dim, dtype: kv, .. },
+            ..
         }) => {
             let before = kv_tokens - u64::from(*tokens);
             Some((format!("{kv} after {before} d {head_dim}"), f64::from(*tokens), p.flops / seconds))
@@ -208,9 +211,9 @@ fn curves(body: &mut Html, document: &ProfileDocument) {
     );
     let links = gather(document, |p, work, seconds| {
         let name = match work {
-            Work::HostToDevice(_) => "host to device",
-            Work::DeviceToHost(_) => "device to host",
-            Work::DeviceToDevice(_) => "within the device",
+            WorkItem::HostToDevice(_) => "host to device",
+            WorkItem::DeviceToHost(_) => "device to host",
+            WorkItem::DeviceToDevice(_) => "within the device",
             _ => return None,
         };
         Some((name.to_owned(), p.bytes, p.bytes / seconds))
@@ -218,7 +221,7 @@ fn curves(body: &mut Html, document: &ProfileDocument) {
     figure(body, bytes, bandwidth, &links, "Copies by size.");
 }
 
-fn figure(body: &mut Html, x: Axis, y: Axis, series: &[Series], caption: &str) {
+fn figure(body: &mut Html, x: PlotAxis, y: PlotAxis, series: &[Series], caption: &str) {
     Chart { x, y, series, roof: &[], limits: &[] }.draw(body, caption);
 }
 
@@ -234,7 +237,8 @@ fn facts(body: &mut Html, document: &ProfileDocument) {
     ];
     facts.extend(d.notes.iter().chain(&document.conditions.facts).map(|f| (f.name.clone(), f.value.clone())));
     let c = &document.conditions;
-    let states = |pick: fn(&super::document::State) -> Option<f64>| pick(&c.before).zip(pick(&c.after));
+    let states =
+        |pick: fn(&super::document::DeviceReadings) -> Option<f64>| pick(&c.before).zip(pick(&c.after));
     for (name, values, unit) in [
         ("clock", states(|s| s.clock_mhz), "MHz"),
         ("temperature", states(|s| s.temperature_c), "C"),
@@ -254,17 +258,17 @@ fn facts(body: &mut Html, document: &ProfileDocument) {
 
 fn checks(body: &mut Html, document: &ProfileDocument) {
     body.heading(2, "Conformance of what was timed");
-    let rows: Vec<Vec<Cell>> = document
+    let rows: Vec<Vec<TableCell>> = document
         .checks
         .iter()
         .map(|check| {
             let badge = if check.passed { ("right", Tone::Good) } else { ("wrong", Tone::Bad) };
             vec![
-                Cell::text(&check.class),
-                Cell::badge(badge.0, badge.1),
-                Cell::number(check.cases.to_string()),
-                Cell::number(check.ratio_max.map_or("-".to_owned(), |ratio| format!("{ratio:.3}"))),
-                Cell::text(check.reason.clone().unwrap_or_default()),
+                TableCell::text(&check.class),
+                TableCell::badge(badge.0, badge.1),
+                TableCell::number(check.cases.to_string()),
+                TableCell::number(check.ratio_max.map_or("-".to_owned(), |ratio| format!("{ratio:.3}"))),
+                TableCell::text(check.reason.clone().unwrap_or_default()),
             ]
         })
         .collect();
@@ -275,20 +279,20 @@ fn checks(body: &mut Html, document: &ProfileDocument) {
 
 fn points(body: &mut Html, document: &ProfileDocument) {
     body.heading(2, "All points");
-    for group in Group::ALL {
+    for group in PointGroup::ALL {
         let points: Vec<&PointResult> = document.points.iter().filter(|p| p.group == group).collect();
         if points.is_empty() {
             continue;
         }
         let ok = points.iter().filter(|p| p.is_ok()).count();
         body.begin_details(&format!("{}: {ok} of {} measured", group.name(), points.len()), false);
-        let rows: Vec<Vec<Cell>> = points.iter().map(|p| row(p)).collect();
+        let rows: Vec<Vec<TableCell>> = points.iter().map(|p| row(p)).collect();
         body.table(&["point", "result", "median", "p5", "p95", "CV", "rate", "clock", "remarks"], &rows);
         body.end_details();
     }
 }
 
-fn row(p: &PointResult) -> Vec<Cell> {
+fn row(p: &PointResult) -> Vec<TableCell> {
     let (word, tone) = match p.status {
         PointStatus::Ok if p.flags.is_empty() => ("ok", Tone::Good),
         PointStatus::Ok => ("flagged", Tone::Warn),
@@ -296,20 +300,20 @@ fn row(p: &PointResult) -> Vec<Cell> {
         PointStatus::Skipped => ("skipped", Tone::Muted),
         PointStatus::Error => ("wrong", Tone::Bad),
     };
-    let seconds = |value: Option<f64>| Cell::number(value.map_or("-".to_owned(), |s| scaled(s, "s")));
+    let seconds = |value: Option<f64>| TableCell::number(value.map_or("-".to_owned(), |s| scaled(s, "s")));
     let s = p.seconds.as_ref();
     let flags: Vec<&str> = p.flags.iter().map(|flag| flag.name()).collect();
     let remarks = p.reason.clone().unwrap_or_else(|| flags.join(", "));
     let timer = p.timer.map_or(String::new(), |timer| format!("{timer:?}").to_lowercase());
     vec![
-        Cell::text(&p.id),
-        Cell::badge(word, tone),
+        TableCell::text(&p.id),
+        TableCell::badge(word, tone),
         seconds(s.map(|s| s.median)),
         seconds(s.map(|s| s.p5)),
         seconds(s.map(|s| s.p95)),
-        Cell::number(s.map_or("-".to_owned(), |s| format!("{:.1} %", 100.0 * s.cv))),
-        Cell::number(p.rate().map_or("-".to_owned(), |rate| rate.text())),
-        Cell::text(timer),
-        Cell::text(remarks),
+        TableCell::number(s.map_or("-".to_owned(), |s| format!("{:.1} %", 100.0 * s.cv))),
+        TableCell::number(p.rate().map_or("-".to_owned(), |rate| rate.text())),
+        TableCell::text(timer),
+        TableCell::text(remarks),
     ]
 }

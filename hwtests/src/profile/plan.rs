@@ -6,7 +6,8 @@
 //! the ones in between.
 
 use super::work::{
-    Heads, LaunchCase, SustainedLoad, Work, attn_decode, attn_prefill, gemm, grouped_gemm, matches, route,
+    HeadConfiguration, LaunchCase, SustainedLoad, WorkItem, attn_decode, attn_prefill, gemm, grouped_gemm,
+    matches, route,
 };
 use mixfleet_hal::profile::Traffic;
 use mixfleet_hal::units::{GIB, MIB};
@@ -41,31 +42,31 @@ impl ProfileLevel {
 }
 
 /// Product shapes of one model family.
-struct Family {
+struct FamilyShapes {
     hidden: u32,
     inner: u32,
     kv: u32,
     vocab: u32,
 }
 
-const FAMILIES: [Family; 4] = [
-    Family { hidden: 2048, inner: 5632, kv: 256, vocab: 32_000 },
-    Family { hidden: 1024, inner: 3072, kv: 512, vocab: 32_000 },
-    Family { hidden: 4096, inner: 14_336, kv: 1024, vocab: 128_256 },
-    Family { hidden: 8192, inner: 28_672, kv: 1024, vocab: 128_256 },
+const FAMILIES: [FamilyShapes; 4] = [
+    FamilyShapes { hidden: 2048, inner: 5632, kv: 256, vocab: 32_000 },
+    FamilyShapes { hidden: 1024, inner: 3072, kv: 512, vocab: 32_000 },
+    FamilyShapes { hidden: 4096, inner: 14_336, kv: 1024, vocab: 128_256 },
+    FamilyShapes { hidden: 8192, inner: 28_672, kv: 1024, vocab: 128_256 },
 ];
 
 /// Heads of Llama 3 8B and TinyLlama.
-const WIDE: Heads = Heads { ratio: 4, kv: 8, dim: 128, rank: None };
-const NARROW: Heads = Heads { ratio: 8, kv: 4, dim: 64, rank: None };
+const WIDE: HeadConfiguration = HeadConfiguration { ratio: 4, kv: 8, dim: 128, rank: None };
+const NARROW: HeadConfiguration = HeadConfiguration { ratio: 8, kv: 4, dim: 64, rank: None };
 /// Heads over the latents of DeepSeek-V3, as one of eight devices has them.
-const LATENT: Heads = Heads { ratio: 16, kv: 1, dim: 576, rank: Some(512) };
+const LATENT: HeadConfiguration = HeadConfiguration { ratio: 16, kv: 1, dim: 576, rank: Some(512) };
 
 /// Returns what `level` measures on a device with pages of `page_tokens`, without duplicates; with `only`,
 /// just what one of its patterns selects. A pattern that is itself the name of a work item adds it, and
 /// `model` has the operations of a model of which to measure each.
-pub fn plan(level: ProfileLevel, page_tokens: u32, model: &[OpSig], only: &[String]) -> Vec<Work> {
-    let mut p = Plan { level, page_tokens: page_tokens.max(1), works: Vec::new() };
+pub fn plan(level: ProfileLevel, page_tokens: u32, model: &[OpSig], only: &[String]) -> Vec<WorkItem> {
+    let mut p = ProfilePlan { level, page_tokens: page_tokens.max(1), works: Vec::new() };
     p.launches();
     p.memory();
     p.links();
@@ -77,16 +78,16 @@ pub fn plan(level: ProfileLevel, page_tokens: u32, model: &[OpSig], only: &[Stri
     if level != ProfileLevel::Quick {
         p.small(4096, 14_336, 32, WIDE, 128_256);
     }
-    p.works.extend(model.iter().copied().map(Work::Op));
-    p.works.push(Work::Sustained(SustainedLoad::Gemm));
-    p.works.push(Work::Sustained(SustainedLoad::Stream));
-    let named = only.iter().filter_map(|id| Work::parse(id, p.page_tokens));
-    let mut works: Vec<Work> = p.works.iter().copied().chain(named).collect();
+    p.works.extend(model.iter().copied().map(WorkItem::Op));
+    p.works.push(WorkItem::Sustained(SustainedLoad::Gemm));
+    p.works.push(WorkItem::Sustained(SustainedLoad::Stream));
+    let named = only.iter().filter_map(|id| WorkItem::parse(id, p.page_tokens));
+    let mut works: Vec<WorkItem> = p.works.iter().copied().chain(named).collect();
     if !only.is_empty() {
         works.retain(|work| only.iter().any(|pattern| matches(pattern, work)));
     }
-    let cost = |work: &Work| match work {
-        Work::Op(sig) => sig.flops() + sig.bytes(),
+    let cost = |work: &WorkItem| match work {
+        WorkItem::Op(sig) => sig.flops() + sig.bytes(),
         _ => 0.0,
     };
     works.sort_by(|a, b| a.group().cmp(&b.group()).then(cost(a).total_cmp(&cost(b))));
@@ -95,15 +96,15 @@ pub fn plan(level: ProfileLevel, page_tokens: u32, model: &[OpSig], only: &[Stri
     works
 }
 
-struct Plan {
+struct ProfilePlan {
     level: ProfileLevel,
     page_tokens: u32,
-    works: Vec<Work>,
+    works: Vec<WorkItem>,
 }
 
-impl Plan {
+impl ProfilePlan {
     fn op(&mut self, sig: OpSig) {
-        self.works.push(Work::Op(sig));
+        self.works.push(WorkItem::Op(sig));
     }
 
     fn by_level<T: Copy>(
@@ -122,7 +123,7 @@ impl Plan {
     fn launches(&mut self) {
         let many = [LaunchCase::Commands(100), LaunchCase::Replay(100), LaunchCase::Chain(100)];
         for launch in [LaunchCase::Empty, LaunchCase::Commands(1)].into_iter().chain(many) {
-            self.works.push(Work::Launch(launch));
+            self.works.push(WorkItem::Launch(launch));
         }
     }
 
@@ -150,7 +151,7 @@ impl Plan {
         );
         for &bytes in sets {
             for traffic in [Traffic::Read, Traffic::Write, Traffic::Copy] {
-                self.works.push(Work::Memory(traffic, bytes));
+                self.works.push(WorkItem::Memory(traffic, bytes));
             }
         }
     }
@@ -173,12 +174,12 @@ impl Plan {
             ],
         );
         for &bytes in sizes {
-            self.works.extend([Work::HostToDevice(bytes), Work::DeviceToHost(bytes)]);
-            self.works.push(Work::DeviceToDevice(bytes));
+            self.works.extend([WorkItem::HostToDevice(bytes), WorkItem::DeviceToHost(bytes)]);
+            self.works.push(WorkItem::DeviceToDevice(bytes));
         }
     }
 
-    fn small(&mut self, hidden: u32, inner: u32, heads: u32, of: Heads, vocab: u32) {
+    fn small(&mut self, hidden: u32, inner: u32, heads: u32, of: HeadConfiguration, vocab: u32) {
         let x = DType::Bf16;
         let tokens =
             self.by_level(&[1, 32, 512], &[1, 8, 64, 512, 2048], &[1, 4, 16, 64, 256, 512, 1024, 4096]);
@@ -215,7 +216,7 @@ impl Plan {
         let tokens = self.by_level(&[16, 512], &[16, 128, 512, 2048], &[16, 64, 128, 512, 2048, 8192]);
         let (kv, page_tokens) = (DType::Bf16, self.page_tokens);
         for &tokens in tokens {
-            for Heads { kv: kv_heads, dim: head_dim, .. } in [WIDE, NARROW] {
+            for HeadConfiguration { kv: kv_heads, dim: head_dim, .. } in [WIDE, NARROW] {
                 self.op(OpSig::KvGather {
                     tokens,
                     wire: kv,
@@ -231,8 +232,8 @@ impl Plan {
     }
 
     /// Adds the products of a layer, and the logits, for the given numbers of rows.
-    fn layer(&mut self, dtype: DType, rows: &[u32], family: &Family) {
-        let Family { hidden, inner, kv, vocab } = *family;
+    fn layer(&mut self, dtype: DType, rows: &[u32], family: &FamilyShapes) {
+        let FamilyShapes { hidden, inner, kv, vocab } = *family;
         for &m in rows {
             for (n, k, acc) in
                 [(hidden, hidden, false), (kv, hidden, false), (inner, hidden, false), (hidden, inner, true)]
@@ -293,20 +294,20 @@ impl Plan {
         }
     }
 
-    fn decode(&mut self, dtype: DType, heads: Heads, batches: &[u32], contexts: &[u32]) {
+    fn decode(&mut self, dtype: DType, heads: HeadConfiguration, batches: &[u32], contexts: &[u32]) {
         for &batch in batches {
             for &context in contexts {
                 let sig = attn_decode(dtype, (batch, context), heads, self.page_tokens);
-                self.works.extend(sig.map(Work::Op));
+                self.works.extend(sig.map(WorkItem::Op));
             }
         }
     }
 
-    fn prefill(&mut self, dtype: DType, heads: Heads, tokens: &[u32], before: &[u32]) {
+    fn prefill(&mut self, dtype: DType, heads: HeadConfiguration, tokens: &[u32], before: &[u32]) {
         for &tokens in tokens {
             for &before in before {
                 let sig = attn_prefill(dtype, (tokens, before), heads, self.page_tokens);
-                self.works.extend(sig.map(Work::Op));
+                self.works.extend(sig.map(WorkItem::Op));
             }
         }
     }
@@ -328,11 +329,11 @@ impl Plan {
             self.prefill(x, heads, tokens, before);
         }
         for ratio in [1, 8] {
-            self.decode(x, Heads { ratio, ..WIDE }, &[1, 16], &[2048]);
+            self.decode(x, HeadConfiguration { ratio, ..WIDE }, &[1, 16], &[2048]);
         }
         let contexts = self.by_level(&[2048], &[512, 2048, 8192], &[512, 2048, 8192, 32_768]);
         self.decode(x, LATENT, self.by_level(&[16], &[1, 16], &[1, 4, 16, 64]), contexts);
-        self.decode(x, Heads { ratio: 128, ..LATENT }, &[16], &[2048]);
+        self.decode(x, HeadConfiguration { ratio: 128, ..LATENT }, &[16], &[2048]);
         self.prefill(x, LATENT, self.by_level(&[], &[512], &[128, 512, 2048]), &[0, 2048]);
         self.decode(DType::F16, WIDE, &[16], &[2048]);
         self.decode(DType::F32, WIDE, &[16], &[2048]);
@@ -349,7 +350,7 @@ mod tests {
             let works = plan(level, 32, &[], &[]);
             assert!(works.len() > 60, "{level:?}: {}", works.len());
             for work in &works {
-                assert_eq!(Work::parse(&work.id(), 32).as_ref(), Some(work), "{}", work.id());
+                assert_eq!(WorkItem::parse(&work.id(), 32).as_ref(), Some(work), "{}", work.id());
             }
         }
     }
@@ -358,7 +359,7 @@ mod tests {
     fn patterns_choose_and_a_name_is_measured_even_if_no_level_has_it() {
         let only = |words: &[&str]| {
             let words: Vec<String> = words.iter().map(|w| (*w).to_owned()).collect();
-            plan(ProfileLevel::Quick, 32, &[], &words).iter().map(Work::id).collect::<Vec<_>>()
+            plan(ProfileLevel::Quick, 32, &[], &words).iter().map(WorkItem::id).collect::<Vec<_>>()
         };
         assert!(only(&["links"]).iter().all(|id| id.starts_with("copy_")));
         assert_eq!(only(&["gemm.bf16.m777.n11.k13"]), ["gemm.bf16.m777.n11.k13"]);
@@ -370,7 +371,7 @@ mod tests {
         let own = gemm(DType::Bf16, (512, 768, 2000), true, false);
         let standard = gemm(DType::Bf16, (512, 2048, 2048), false, false);
         let ids: Vec<String> =
-            plan(ProfileLevel::Default, 32, &[own, standard], &[]).iter().map(Work::id).collect();
+            plan(ProfileLevel::Default, 32, &[own, standard], &[]).iter().map(WorkItem::id).collect();
         for id in ["gemm.bf16.m512.n768.k2000.acc", "gemm.bf16.m512.n2048.k2048"] {
             assert_eq!(ids.iter().filter(|known| *known == id).count(), 1, "{id}");
         }

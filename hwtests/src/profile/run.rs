@@ -2,14 +2,14 @@
 
 use super::control::Control;
 use super::document::{
-    Conditions, DeviceIdentity, Economics, Fact, Fits, Flag, PointResult, PointStatus, ProfileDocument,
-    ProfileSummary, State, Tool,
+    Conditions, DeviceIdentity, DeviceReadings, Economics, Fact, Fits, Flag, PointResult, PointStatus,
+    ProfileDocument, ProfileSummary, Tool,
 };
 use super::ground::{Ground, cold_bytes};
-use super::measure::{Bench, LaunchCost, empty, loads};
+use super::measure::{LaunchCost, ProfileBench, empty, loads};
 use super::plan::{ProfileLevel, plan};
 use super::sampler::{HostClock, SampleBudget, TimeSource};
-use super::work::{Group, LaunchCase, SustainedLoad, Work};
+use super::work::{LaunchCase, PointGroup, SustainedLoad, WorkItem};
 use super::{Problem, budget, check::Checks, fit};
 use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::profile::{DeviceProfile, Point};
@@ -94,13 +94,14 @@ impl ProfileOptions {
     }
 
     /// Returns the sample budget of one point, time permitting.
-    fn effort(&self, group: Group) -> SampleBudget {
+    fn effort(&self, group: PointGroup) -> SampleBudget {
         let (samples_min, samples_max, seconds) = match self.level {
             ProfileLevel::Quick => (3, 10, 0.15),
             ProfileLevel::Default => (5, 20, 0.5),
             ProfileLevel::Full => (10, 50, 2.0),
         };
-        let cheap = matches!(group, Group::Launch | Group::Small | Group::Kv | Group::Links);
+        let cheap =
+            matches!(group, PointGroup::Launch | PointGroup::Small | PointGroup::Kv | PointGroup::Links);
         SampleBudget { samples_min, samples_max, seconds: if cheap { seconds / 2.0 } else { seconds } }
     }
 
@@ -159,7 +160,7 @@ pub fn run(
     let dtype = options.model.iter().find_map(product_dtype).unwrap_or(DType::Bf16);
     let (works, left) = budget::chosen(works, dtype, options.points_max);
     let start = options.clock.seconds();
-    let before = State::from(device.health());
+    let before = DeviceReadings::from(device.health());
     let mut fits = Fits::default();
     let (mut checks, mut controls) = (Vec::new(), Vec::new());
     let (points, complete) = match Runner::new(device, options, &works) {
@@ -176,7 +177,7 @@ pub fn run(
     let reason = "not measured within the budget of points";
     let left = left.iter().map(|work| failed(work, Problem::Skip(reason.to_owned())));
     let points = points.into_iter().chain(left).collect();
-    let after = State::from(device.health());
+    let after = DeviceReadings::from(device.health());
     let mut document = ProfileDocument {
         schema: ProfileDocument::SCHEMA.to_owned(),
         tool: Tool {
@@ -219,20 +220,22 @@ pub fn measure(device: &dyn Device, ids: &[&str], options: &ProfileOptions) -> V
     let only: Vec<String> = ids.iter().map(|id| (*id).to_owned()).collect();
     let options = ProfileOptions { only, ..options.clone() };
     let mut points = run(device, &options, &mut |_| {}).points;
-    let unknown = ids.iter().filter(|id| Work::parse(id, 1).is_none() && !id.contains('*'));
-    let unknown = unknown.filter(|id| !Group::ALL.iter().any(|g| g.name() == **id) && **id != "attention");
+    let unknown = ids.iter().filter(|id| WorkItem::parse(id, 1).is_none() && !id.contains('*'));
+    let unknown =
+        unknown.filter(|id| !PointGroup::ALL.iter().any(|g| g.name() == **id) && **id != "attention");
     points.extend(unknown.map(|id| PointResult {
         id: (*id).to_owned(),
         reason: Some("there is no point of that name".to_owned()),
-        ..empty(&Work::Launch(LaunchCase::Empty))
+        ..empty(&WorkItem::Launch(LaunchCase::Empty))
     }));
     points
 }
 
-fn flags(before: &State, after: &State, other_load: bool) -> Vec<Flag> {
+fn flags(before: &DeviceReadings, after: &DeviceReadings, other_load: bool) -> Vec<Flag> {
     let both = before.clock_mhz.zip(after.clock_mhz);
     let throttled = both.is_some_and(|(before, after)| after < 0.9 * before);
-    let errors = |state: &State| state.errors_corrected.unwrap_or(0) + state.errors_uncorrected.unwrap_or(0);
+    let errors =
+        |state: &DeviceReadings| state.errors_corrected.unwrap_or(0) + state.errors_uncorrected.unwrap_or(0);
     let all = [
         (throttled, Flag::Throttled),
         (other_load, Flag::OtherLoad),
@@ -241,7 +244,7 @@ fn flags(before: &State, after: &State, other_load: bool) -> Vec<Flag> {
     all.into_iter().filter_map(|(set, flag)| set.then_some(flag)).collect()
 }
 
-fn failed(work: &Work, problem: Problem) -> PointResult {
+fn failed(work: &WorkItem, problem: Problem) -> PointResult {
     let (status, reason) = match problem {
         Problem::Unsupported(reason) => (PointStatus::Unsupported, reason),
         Problem::Skip(reason) | Problem::Late(reason) => (PointStatus::Skipped, reason),
@@ -252,25 +255,25 @@ fn failed(work: &Work, problem: Problem) -> PointResult {
 
 /// Returns the latest end of each group. The shares are those measured on a CPU, with extra for prefill,
 /// whose points vary most; a long run takes its own time.
-fn deadlines(works: &[Work], now: f64, budget: f64, long_s: f64) -> Vec<(Group, f64)> {
-    let share = |group: Group| match group {
-        Group::Launch => 1.0,
-        Group::Links | Group::Kv | Group::Experts => 4.0,
-        Group::Memory | Group::Small => 8.0,
-        Group::Gemm => 40.0,
-        Group::Decode | Group::Prefill => 17.5,
-        Group::Sustained => 0.0,
+fn deadlines(works: &[WorkItem], now: f64, budget: f64, long_s: f64) -> Vec<(PointGroup, f64)> {
+    let share = |group: PointGroup| match group {
+        PointGroup::Launch => 1.0,
+        PointGroup::Links | PointGroup::Kv | PointGroup::Experts => 4.0,
+        PointGroup::Memory | PointGroup::Small => 8.0,
+        PointGroup::Gemm => 40.0,
+        PointGroup::Decode | PointGroup::Prefill => 17.5,
+        PointGroup::Sustained => 0.0,
     };
-    let present: Vec<Group> =
-        Group::ALL.into_iter().filter(|group| works.iter().any(|work| work.group() == *group)).collect();
-    let long_runs = works.iter().filter(|work| work.group() == Group::Sustained).count() as f64;
+    let present: Vec<PointGroup> =
+        PointGroup::ALL.into_iter().filter(|group| works.iter().any(|work| work.group() == *group)).collect();
+    let long_runs = works.iter().filter(|work| work.group() == PointGroup::Sustained).count() as f64;
     let short_s = (budget - long_runs * long_s).max(0.1 * budget);
     let total: f64 = present.iter().map(|group| share(*group)).sum::<f64>().max(1e-9);
     let mut sum = 0.0;
-    let deadline = |group: Group| {
+    let deadline = |group: PointGroup| {
         sum += share(group);
         // long runs get their time even if the others exceeded theirs
-        let at = if group == Group::Sustained {
+        let at = if group == PointGroup::Sustained {
             budget.max(0.0) + long_runs * long_s
         } else {
             sum / total * short_s
@@ -282,24 +285,24 @@ fn deadlines(works: &[Work], now: f64, budget: f64, long_s: f64) -> Vec<(Group, 
 
 /// Returns, for each way to keep the buffers of `work` cold, the size of the largest buffer and of all
 /// together.
-fn buffers(work: &Work) -> Vec<(u64, u64)> {
+fn buffers(work: &WorkItem) -> Vec<(u64, u64)> {
     match work {
-        Work::Op(sig) => vec![cold_bytes(sig)],
-        Work::Memory(_, bytes) | Work::HostToDevice(bytes) | Work::DeviceToHost(bytes) => {
+        WorkItem::Op(sig) => vec![cold_bytes(sig)],
+        WorkItem::Memory(_, bytes) | WorkItem::HostToDevice(bytes) | WorkItem::DeviceToHost(bytes) => {
             vec![(*bytes, *bytes)]
         }
-        Work::DeviceToDevice(bytes) => vec![(*bytes, 2 * bytes)],
-        Work::Sustained(load) => loads(*load).iter().map(cold_bytes).collect(),
-        Work::Launch(_) => Vec::new(),
+        WorkItem::DeviceToDevice(bytes) => vec![(*bytes, 2 * bytes)],
+        WorkItem::Sustained(load) => loads(*load).iter().map(cold_bytes).collect(),
+        WorkItem::Launch(_) => Vec::new(),
     }
 }
 
 struct Runner<'a> {
-    bench: Bench<'a>,
+    bench: ProfileBench<'a>,
     options: &'a ProfileOptions,
     /// The end of each group's time, so that a slow group does not starve later ones; leftover time passes to
     /// the next.
-    deadlines: Vec<(Group, f64)>,
+    deadlines: Vec<(PointGroup, f64)>,
     /// Measurements so far, from which the duration of the next point is predicted.
     known: DeviceProfile,
     fits: Fits,
@@ -309,7 +312,7 @@ struct Runner<'a> {
 }
 
 impl<'a> Runner<'a> {
-    fn new(device: &'a dyn Device, options: &'a ProfileOptions, works: &[Work]) -> Result<Self, Problem> {
+    fn new(device: &'a dyn Device, options: &'a ProfileOptions, works: &[WorkItem]) -> Result<Self, Problem> {
         let start = options.clock.seconds();
         let bytes_max = options.memory_max(device);
         let cold = options.cold_bytes.min(bytes_max);
@@ -323,7 +326,7 @@ impl<'a> Runner<'a> {
         let ground = Ground::new(device, total, largest, bytes_max)?;
         let (checks, clock) = (Checks::default(), &*options.clock);
         let launch = LaunchCost::default();
-        let bench = Bench { device, queue: device.queue()?, ground, checks, clock, launch };
+        let bench = ProfileBench { device, queue: device.queue()?, ground, checks, clock, launch };
         // slow enough for any device until its first points are known
         let known = DeviceProfile::roof(Vec::new(), BytesPerSecond(5e9), Bytes(device.info().memory.0));
         let (fits, controls) = (Fits::default(), Vec::new());
@@ -339,7 +342,7 @@ impl<'a> Runner<'a> {
     /// not.
     fn launches(&mut self) -> Result<(), Problem> {
         const MANY: u32 = 100;
-        let effort = self.options.effort(Group::Launch);
+        let effort = self.options.effort(PointGroup::Launch);
         let one = self.bench.launch(LaunchCase::Commands(1), effort);
         let many = self.bench.launch(LaunchCase::Commands(MANY), effort);
         let ((one, one_own), (many, many_own)) = match (one, many) {
@@ -368,7 +371,7 @@ impl<'a> Runner<'a> {
 
     fn all(
         &mut self,
-        works: &[Work],
+        works: &[WorkItem],
         observe: &mut dyn FnMut(ProfileProgress<'_>),
     ) -> (Vec<PointResult>, bool) {
         let (mut points, mut gone, mut complete) = (Vec::with_capacity(works.len()), None::<String>, true);
@@ -414,7 +417,7 @@ impl<'a> Runner<'a> {
     /// device and the user permit going on.
     fn catch_up(
         &mut self,
-        works: &[Work],
+        works: &[WorkItem],
         late: &[usize],
         points: &mut [PointResult],
         observe: &mut dyn FnMut(ProfileProgress<'_>),
@@ -465,7 +468,7 @@ impl<'a> Runner<'a> {
         }
     }
 
-    fn left_s(&self, group: Group) -> f64 {
+    fn left_s(&self, group: PointGroup) -> f64 {
         let deadline = self.deadlines.iter().find(|(known, _)| *known == group).map_or(0.0, |(_, at)| *at);
         deadline - self.options.clock.seconds()
     }
@@ -474,7 +477,7 @@ impl<'a> Runner<'a> {
     /// one).
     fn one(
         &mut self,
-        work: &Work,
+        work: &WorkItem,
         left: f64,
         points_left: usize,
         most_s: f64,
@@ -483,12 +486,12 @@ impl<'a> Runner<'a> {
         let mut effort = self.options.effort(work.group());
         // warm-up and samples, at least five runs
         let predicted = match work {
-            Work::Sustained(_) => long,
+            WorkItem::Sustained(_) => long,
             _ => 5.0 * self.foretell(work),
         };
         // a point requested by name is measured however long it takes
         let named = self.options.only.iter().any(|name| *name == work.id());
-        if predicted > most_s && !named && !matches!(work, Work::Sustained(_)) {
+        if predicted > most_s && !named && !matches!(work, WorkItem::Sustained(_)) {
             return Err(Problem::Late(format!("would take {predicted:.0} s")));
         }
         if predicted > left && !named {
@@ -507,15 +510,17 @@ impl<'a> Runner<'a> {
     }
 
     /// Predicts the seconds of one run from what is known so far.
-    fn foretell(&self, work: &Work) -> f64 {
+    fn foretell(&self, work: &WorkItem) -> f64 {
         let bytes = match work {
-            Work::Op(sig) => {
+            WorkItem::Op(sig) => {
                 let arithmetic = sig.flops() / self.rate(fit::input_dtype(sig));
                 return self.known.time(sig).0.max(if sig.flops() > sig.bytes() { arithmetic } else { 0.0 });
             }
-            Work::Memory(_, bytes) | Work::HostToDevice(bytes) | Work::DeviceToHost(bytes) => *bytes,
-            Work::DeviceToDevice(bytes) => 2 * bytes,
-            Work::Launch(_) | Work::Sustained(SustainedLoad::Gemm | SustainedLoad::Stream) => 0,
+            WorkItem::Memory(_, bytes) | WorkItem::HostToDevice(bytes) | WorkItem::DeviceToHost(bytes) => {
+                *bytes
+            }
+            WorkItem::DeviceToDevice(bytes) => 2 * bytes,
+            WorkItem::Launch(_) | WorkItem::Sustained(SustainedLoad::Gemm | SustainedLoad::Stream) => 0,
         };
         bytes as f64 / self.known.bandwidth.0
     }
@@ -530,9 +535,9 @@ impl<'a> Runner<'a> {
         }
     }
 
-    fn learn(&mut self, work: &Work, point: &PointResult) {
+    fn learn(&mut self, work: &WorkItem, point: &PointResult) {
         let Some(seconds) = point.seconds.as_ref().map(|s| s.median).filter(|s| *s > 0.0) else { return };
-        if let Work::Op(sig) = work {
+        if let WorkItem::Op(sig) = work {
             // a norm, or a product of few rows, says nothing about its dtype's arithmetic
             if let OpSig::Gemm { x: dtype, .. } = *sig
                 && sig.flops() > fit::ARITHMETIC * sig.bytes()

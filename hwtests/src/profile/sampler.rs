@@ -50,7 +50,7 @@ pub(crate) const NOISE_MAX: f64 = 0.05;
 
 /// The samples of one point.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Samples {
+pub(crate) struct PointSamples {
     pub(crate) stats: SampleStats,
     /// Number of runs before the samples.
     pub(crate) ramp: u32,
@@ -63,7 +63,7 @@ pub(crate) fn sample<E>(
     clock: &dyn TimeSource,
     effort: SampleBudget,
     mut once: impl FnMut() -> Result<f64, E>,
-) -> Result<Option<Samples>, E> {
+) -> Result<Option<PointSamples>, E> {
     let start = clock.seconds();
     let spent = || clock.seconds() - start;
     let (mut runs, mut steady) = (Vec::new(), false);
@@ -86,7 +86,7 @@ pub(crate) fn sample<E>(
     let flag = |set: bool, flag| set.then_some(flag);
     let flags =
         [flag(!steady, Flag::Unsteady), flag(stats.cv > NOISE_MAX, Flag::Noisy), flag(few, Flag::FewSamples)];
-    Ok(Some(Samples { stats, ramp: to_u32(ramp), flags: flags.into_iter().flatten().collect() }))
+    Ok(Some(PointSamples { stats, ramp: to_u32(ramp), flags: flags.into_iter().flatten().collect() }))
 }
 
 fn agree(runs: &[f64]) -> bool {
@@ -110,7 +110,7 @@ mod tests {
         }
     }
 
-    fn run(times: impl Fn(usize) -> f64, effort: SampleBudget) -> Samples {
+    fn run(times: impl Fn(usize) -> f64, effort: SampleBudget) -> PointSamples {
         let (clock, mut at) = (TestClock::default(), 0);
         let once = || {
             let seconds = times(at);

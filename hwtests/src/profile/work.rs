@@ -2,8 +2,8 @@
 //! `attn_decode.bf16.b16.c16384.gqa4`, `memory_read.512MiB`.
 //!
 //! A name holds everything that decides a number but the device's own page size, so that two profiles
-//! can be compared point by point and a vendor can claim a point. [`Work::parse`] is the inverse of
-//! [`Work::id`]: any well-formed name can be measured, whether a level includes it or not.
+//! can be compared point by point and a vendor can claim a point. [`WorkItem::parse`] is the inverse of
+//! [`WorkItem::id`]: any well-formed name can be measured, whether a level includes it or not.
 
 use mixfleet_hal::profile::Traffic;
 use mixfleet_hal::{
@@ -17,7 +17,8 @@ use std::collections::BTreeMap;
 /// A group of points; its names are the words of `--only`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
-pub enum Group {
+#[schemars(rename = "Group")]
+pub enum PointGroup {
     /// Cost of a batch of commands beyond their work.
     Launch,
     /// Bandwidth by working set.
@@ -40,34 +41,34 @@ pub enum Group {
     Sustained,
 }
 
-impl Group {
+impl PointGroup {
     /// All groups, in the order in which they are measured.
-    pub const ALL: [Group; 10] = [
-        Group::Launch,
-        Group::Memory,
-        Group::Links,
-        Group::Small,
-        Group::Kv,
-        Group::Gemm,
-        Group::Experts,
-        Group::Decode,
-        Group::Prefill,
-        Group::Sustained,
+    pub const ALL: [PointGroup; 10] = [
+        PointGroup::Launch,
+        PointGroup::Memory,
+        PointGroup::Links,
+        PointGroup::Small,
+        PointGroup::Kv,
+        PointGroup::Gemm,
+        PointGroup::Experts,
+        PointGroup::Decode,
+        PointGroup::Prefill,
+        PointGroup::Sustained,
     ];
 
     /// Returns the word of `--only`.
     pub const fn name(self) -> &'static str {
         match self {
-            Group::Launch => "launch",
-            Group::Memory => "memory",
-            Group::Links => "links",
-            Group::Small => "small",
-            Group::Kv => "kv",
-            Group::Gemm => "gemm",
-            Group::Experts => "experts",
-            Group::Decode => "decode",
-            Group::Prefill => "prefill",
-            Group::Sustained => "sustained",
+            PointGroup::Launch => "launch",
+            PointGroup::Memory => "memory",
+            PointGroup::Links => "links",
+            PointGroup::Small => "small",
+            PointGroup::Kv => "kv",
+            PointGroup::Gemm => "gemm",
+            PointGroup::Experts => "experts",
+            PointGroup::Decode => "decode",
+            PointGroup::Prefill => "prefill",
+            PointGroup::Sustained => "sustained",
         }
     }
 }
@@ -96,7 +97,7 @@ pub enum SustainedLoad {
 
 /// One item to measure.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Work {
+pub enum WorkItem {
     /// An operation; in attention, all sequences have the same length.
     Op(OpSig),
     /// Bandwidth over a working set of this many bytes.
@@ -119,21 +120,25 @@ const HEAD_DIM: u32 = 128;
 /// The `eps` of measured norms, which affects no cost.
 const EPS: Scalar = Scalar(1e-6);
 
-impl Work {
+impl WorkItem {
     /// Returns the group it belongs to.
-    pub fn group(&self) -> Group {
+    pub fn group(&self) -> PointGroup {
         match self {
-            Work::Memory(..) => Group::Memory,
-            Work::HostToDevice(_) | Work::DeviceToHost(_) | Work::DeviceToDevice(_) => Group::Links,
-            Work::Launch(_) => Group::Launch,
-            Work::Sustained(_) => Group::Sustained,
-            Work::Op(sig) => match sig {
-                OpSig::Gemm { .. } | OpSig::QuantisedGemm { .. } => Group::Gemm,
-                OpSig::Route { .. } | OpSig::GroupedGemm { .. } | OpSig::Combine { .. } => Group::Experts,
-                OpSig::AttnDecode { .. } => Group::Decode,
-                OpSig::AttnPrefill { .. } => Group::Prefill,
-                OpSig::KvWrite { .. } | OpSig::KvGather { .. } | OpSig::KvScatter { .. } => Group::Kv,
-                _ => Group::Small,
+            WorkItem::Memory(..) => PointGroup::Memory,
+            WorkItem::HostToDevice(_) | WorkItem::DeviceToHost(_) | WorkItem::DeviceToDevice(_) => {
+                PointGroup::Links
+            }
+            WorkItem::Launch(_) => PointGroup::Launch,
+            WorkItem::Sustained(_) => PointGroup::Sustained,
+            WorkItem::Op(sig) => match sig {
+                OpSig::Gemm { .. } | OpSig::QuantisedGemm { .. } => PointGroup::Gemm,
+                OpSig::Route { .. } | OpSig::GroupedGemm { .. } | OpSig::Combine { .. } => {
+                    PointGroup::Experts
+                }
+                OpSig::AttnDecode { .. } => PointGroup::Decode,
+                OpSig::AttnPrefill { .. } => PointGroup::Prefill,
+                OpSig::KvWrite { .. } | OpSig::KvGather { .. } | OpSig::KvScatter { .. } => PointGroup::Kv,
+                _ => PointGroup::Small,
             },
         }
     }
@@ -141,40 +146,40 @@ impl Work {
     /// Returns its stable name.
     pub fn id(&self) -> String {
         match self {
-            Work::Op(sig) => op_id(sig),
-            Work::Memory(Traffic::Read, bytes) => format!("memory_read.{}", size(*bytes)),
-            Work::Memory(Traffic::Write, bytes) => format!("memory_write.{}", size(*bytes)),
-            Work::Memory(Traffic::Copy, bytes) => format!("memory_copy.{}", size(*bytes)),
-            Work::HostToDevice(bytes) => format!("copy_h2d.{}", size(*bytes)),
-            Work::DeviceToHost(bytes) => format!("copy_d2h.{}", size(*bytes)),
-            Work::DeviceToDevice(bytes) => format!("copy_d2d.{}", size(*bytes)),
-            Work::Launch(LaunchCase::Empty) => "launch.empty".to_owned(),
-            Work::Launch(LaunchCase::Commands(n)) => format!("launch.commands{n}"),
-            Work::Launch(LaunchCase::Replay(n)) => format!("launch.replay{n}"),
-            Work::Launch(LaunchCase::Chain(n)) => format!("launch.chain{n}"),
-            Work::Sustained(SustainedLoad::Gemm) => "sustained.gemm".to_owned(),
-            Work::Sustained(SustainedLoad::Stream) => "sustained.stream".to_owned(),
+            WorkItem::Op(sig) => op_id(sig),
+            WorkItem::Memory(Traffic::Read, bytes) => format!("memory_read.{}", size(*bytes)),
+            WorkItem::Memory(Traffic::Write, bytes) => format!("memory_write.{}", size(*bytes)),
+            WorkItem::Memory(Traffic::Copy, bytes) => format!("memory_copy.{}", size(*bytes)),
+            WorkItem::HostToDevice(bytes) => format!("copy_h2d.{}", size(*bytes)),
+            WorkItem::DeviceToHost(bytes) => format!("copy_d2h.{}", size(*bytes)),
+            WorkItem::DeviceToDevice(bytes) => format!("copy_d2d.{}", size(*bytes)),
+            WorkItem::Launch(LaunchCase::Empty) => "launch.empty".to_owned(),
+            WorkItem::Launch(LaunchCase::Commands(n)) => format!("launch.commands{n}"),
+            WorkItem::Launch(LaunchCase::Replay(n)) => format!("launch.replay{n}"),
+            WorkItem::Launch(LaunchCase::Chain(n)) => format!("launch.chain{n}"),
+            WorkItem::Sustained(SustainedLoad::Gemm) => "sustained.gemm".to_owned(),
+            WorkItem::Sustained(SustainedLoad::Stream) => "sustained.stream".to_owned(),
         }
     }
 
     /// Parses a name, for a device with pages of `page_tokens`; `None` if it is invalid.
-    pub fn parse(id: &str, page_tokens: u32) -> Option<Work> {
+    pub fn parse(id: &str, page_tokens: u32) -> Option<WorkItem> {
         let (kind, rest) = id.split_once('.')?;
         let bytes = || parse_size(rest);
         let work = match kind {
-            "memory_read" => Work::Memory(Traffic::Read, bytes()?),
-            "memory_write" => Work::Memory(Traffic::Write, bytes()?),
-            "memory_copy" => Work::Memory(Traffic::Copy, bytes()?),
-            "copy_h2d" => Work::HostToDevice(bytes()?),
-            "copy_d2h" => Work::DeviceToHost(bytes()?),
-            "copy_d2d" => Work::DeviceToDevice(bytes()?),
-            "launch" => Work::Launch(parse_launch(rest)?),
-            "sustained" => Work::Sustained(match rest {
+            "memory_read" => WorkItem::Memory(Traffic::Read, bytes()?),
+            "memory_write" => WorkItem::Memory(Traffic::Write, bytes()?),
+            "memory_copy" => WorkItem::Memory(Traffic::Copy, bytes()?),
+            "copy_h2d" => WorkItem::HostToDevice(bytes()?),
+            "copy_d2h" => WorkItem::DeviceToHost(bytes()?),
+            "copy_d2d" => WorkItem::DeviceToDevice(bytes()?),
+            "launch" => WorkItem::Launch(parse_launch(rest)?),
+            "sustained" => WorkItem::Sustained(match rest {
                 "gemm" => SustainedLoad::Gemm,
                 "stream" => SustainedLoad::Stream,
                 _ => return None,
             }),
-            _ => Work::Op(parse_op(kind, rest, page_tokens)?),
+            _ => WorkItem::Op(parse_op(kind, rest, page_tokens)?),
         };
         // only the canonical spelling is a name
         (work.id() == id).then_some(work)
@@ -312,10 +317,10 @@ const fn gemm_out(x: DType) -> DType {
 }
 
 /// The fields of a name, such as `m512`, taken one by one; leftover fields make the name invalid.
-struct Fields(BTreeMap<String, u64>);
+struct NameFields(BTreeMap<String, u64>);
 
-impl Fields {
-    fn parse(text: &str) -> Option<Fields> {
+impl NameFields {
+    fn parse(text: &str) -> Option<NameFields> {
         let mut fields = BTreeMap::new();
         for field in text.split('.').filter(|f| !f.is_empty()) {
             let digits = field.find(|c: char| c.is_ascii_digit()).unwrap_or(field.len());
@@ -326,7 +331,7 @@ impl Fields {
             }
             fields.insert(field[..digits].to_owned(), value);
         }
-        Some(Fields(fields))
+        Some(NameFields(fields))
     }
 
     fn long(&mut self, name: &str) -> Option<u64> {
@@ -341,7 +346,7 @@ impl Fields {
 fn parse_op(kind: &str, rest: &str, page_tokens: u32) -> Option<OpSig> {
     let (dtype, rest) = rest.split_once('.')?;
     let dtype: DType = dtype.parse().ok()?;
-    let mut f = Fields::parse(rest)?;
+    let mut f = NameFields::parse(rest)?;
     let sig = match kind {
         "gemm" => {
             let (m, n, k) = (f.take("m")?, f.take("n")?, f.take("k")?);
@@ -350,12 +355,12 @@ fn parse_op(kind: &str, rest: &str, page_tokens: u32) -> Option<OpSig> {
         }
         "attn_decode" => {
             let (batch, context, ratio) = (f.take("b")?, f.take("c")?, f.take("gqa")?);
-            let heads = Heads::parse(ratio, &mut f);
+            let heads = HeadConfiguration::parse(ratio, &mut f);
             attn_decode(dtype, (batch, context), heads, page_tokens)?
         }
         "attn_prefill" => {
             let (tokens, before, ratio) = (f.take("t")?, f.take("c")?, f.take("gqa")?);
-            let heads = Heads::parse(ratio, &mut f);
+            let heads = HeadConfiguration::parse(ratio, &mut f);
             attn_prefill(dtype, (tokens, before), heads, page_tokens)?
         }
         "grouped_gemm" => {
@@ -370,8 +375,8 @@ fn parse_op(kind: &str, rest: &str, page_tokens: u32) -> Option<OpSig> {
     (f.0.is_empty() && sig.check().is_ok()).then_some(sig)
 }
 
-fn small_op(kind: &str, dtype: DType, f: &mut Fields, page_tokens: u32) -> Option<OpSig> {
-    let kv_op = |f: &mut Fields| Some((f.take("t")?, f.take("kv")?, f.take("d")?));
+fn small_op(kind: &str, dtype: DType, f: &mut NameFields, page_tokens: u32) -> Option<OpSig> {
+    let kv_op = |f: &mut NameFields| Some((f.take("t")?, f.take("kv")?, f.take("d")?));
     Some(match kind {
         "embed" => {
             let (tokens, vocab, hidden) = (f.take("t")?, f.take("v")?, f.take("h")?);
@@ -456,7 +461,7 @@ pub(crate) fn route(tokens: u32, experts: u32, active: u32) -> OpSig {
 
 /// Head configuration of an attention operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Heads {
+pub(crate) struct HeadConfiguration {
     /// Query heads per KV head.
     pub(crate) ratio: u32,
     /// Number of KV heads.
@@ -467,10 +472,10 @@ pub(crate) struct Heads {
     pub(crate) rank: Option<u32>,
 }
 
-impl Heads {
-    fn parse(ratio: u32, f: &mut Fields) -> Heads {
+impl HeadConfiguration {
+    fn parse(ratio: u32, f: &mut NameFields) -> HeadConfiguration {
         let (kv, dim) = (f.take("kv").unwrap_or(KV_HEADS), f.take("d").unwrap_or(HEAD_DIM));
-        Heads { ratio, kv, dim, rank: f.take("latent") }
+        HeadConfiguration { ratio, kv, dim, rank: f.take("latent") }
     }
 
     /// Pages with their keys and values.
@@ -485,7 +490,7 @@ impl Heads {
 pub(crate) fn attn_decode(
     dtype: DType,
     (batch, context): (u32, u32),
-    heads: Heads,
+    heads: HeadConfiguration,
     page_tokens: u32,
 ) -> Option<OpSig> {
     Some(OpSig::AttnDecode {
@@ -502,7 +507,7 @@ pub(crate) fn attn_decode(
 pub(crate) fn attn_prefill(
     dtype: DType,
     (tokens, before): (u32, u32),
-    heads: Heads,
+    heads: HeadConfiguration,
     page_tokens: u32,
 ) -> Option<OpSig> {
     let context = tokens.checked_add(before)?;
@@ -523,9 +528,9 @@ pub(crate) fn attn_prefill(
 
 /// Whether `pattern` selects `work`: by the name of its group (`attention` means decode and prefill), or by
 /// its own name with `*` as a wildcard.
-pub fn matches(pattern: &str, work: &Work) -> bool {
+pub fn matches(pattern: &str, work: &WorkItem) -> bool {
     pattern == work.group().name()
-        || (pattern == "attention" && matches!(work.group(), Group::Decode | Group::Prefill))
+        || (pattern == "attention" && matches!(work.group(), PointGroup::Decode | PointGroup::Prefill))
         || glob(pattern, &work.id())
 }
 

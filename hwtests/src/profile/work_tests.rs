@@ -33,9 +33,9 @@ const NAMES: [&str; 26] = [
 #[test]
 fn names_are_stable() {
     for name in NAMES {
-        let work = Work::parse(name, 32).unwrap_or_else(|| panic!("{name}"));
+        let work = WorkItem::parse(name, 32).unwrap_or_else(|| panic!("{name}"));
         assert_eq!(work.id(), name);
-        if let Work::Op(sig) = work {
+        if let WorkItem::Op(sig) = work {
             assert_eq!(sig.check(), Ok(()), "{name}");
         }
     }
@@ -64,26 +64,26 @@ fn what_is_no_name_is_none() {
         "",
         "..",
     ] {
-        assert_eq!(Work::parse(wrong, 32), None, "{wrong}");
+        assert_eq!(WorkItem::parse(wrong, 32), None, "{wrong}");
     }
 }
 
 #[test]
 fn patterns_name_groups_and_globs() {
-    let work = Work::parse("gemm.bf16.m512.n4096.k4096", 32).unwrap();
+    let work = WorkItem::parse("gemm.bf16.m512.n4096.k4096", 32).unwrap();
     for yes in ["gemm", "gemm.*", "*", "gemm.bf16.m512.n4096.k4096", "*.m512.*", "g*m.*k4096"] {
         assert!(matches(yes, &work), "{yes}");
     }
     for no in ["gem", "gemm.f32*", "*k409", "decode", "attention", "", "*m512*m512*"] {
         assert!(!matches(no, &work), "{no}");
     }
-    assert!(matches("attention", &Work::parse("attn_prefill.bf16.t512.c0.gqa4", 32).unwrap()));
+    assert!(matches("attention", &WorkItem::parse("attn_prefill.bf16.t512.c0.gqa4", 32).unwrap()));
 }
 
 proptest! {
     #[test]
     fn any_text_is_a_name_or_none(text in "[a-z_]{1,12}(\\.[a-z]{1,6}[0-9]{0,11}){0,5}") {
-        if let Some(work) = Work::parse(&text, 16) {
+        if let Some(work) = WorkItem::parse(&text, 16) {
             prop_assert_eq!(work.id(), text);
         }
     }

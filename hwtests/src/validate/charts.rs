@@ -6,14 +6,14 @@ use super::datasheet::DatasheetShares;
 use super::document::Validation;
 use super::levels::purpose;
 use super::soak::{SoakPhase, SoakSample};
-use crate::profile::Work;
+use crate::profile::WorkItem;
 use crate::roofline::Roofline;
 use mixfleet_hal::OpSig;
 use mixfleet_hal::profile::Traffic;
 use mixfleet_report::bars::{BarRow, Bars};
 use mixfleet_report::html::{Html, Tone};
 use mixfleet_report::numbers::scaled;
-use mixfleet_report::svg::{Axis, Chart, Limit, Mark, Scale, Series};
+use mixfleet_report::svg::{Chart, Limit, Mark, PlotAxis, Scale, Series};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
@@ -110,24 +110,24 @@ pub(crate) fn roofline(body: &mut Html, report: &Validation) {
     let (mut read, mut compute) = (None::<(u64, f64)>, None::<(f64, String)>);
     let mut points: BTreeMap<&str, Vec<(f64, f64)>> = BTreeMap::new();
     for case in &report.cases {
-        let Some(work) = case.id.strip_prefix("l3.").and_then(|point| Work::parse(point, 16)) else {
+        let Some(work) = case.id.strip_prefix("l3.").and_then(|point| WorkItem::parse(point, 16)) else {
             continue;
         };
         let (flops, bytes) = (fact(case, "flop_per_s"), fact(case, "bytes_per_s"));
         let kind = match work {
-            Work::Memory(Traffic::Read, size) => {
+            WorkItem::Memory(Traffic::Read, size) => {
                 let larger = read.is_none_or(|(known, _)| size > known);
                 read = bytes.filter(|_| larger).map(|rate| (size, rate)).or(read);
                 continue;
             }
-            Work::Op(OpSig::Gemm { x, .. }) => {
+            WorkItem::Op(OpSig::Gemm { x, .. }) => {
                 let better = flops.filter(|&rate| compute.as_ref().is_none_or(|(known, _)| rate > *known));
                 compute = better.map(|rate| (rate, x.to_string())).or(compute);
                 "matrix products"
             }
-            Work::Op(OpSig::AttnDecode { .. }) => "decode attention",
-            Work::Op(OpSig::AttnPrefill { .. }) => "prefill attention",
-            Work::Op(_) => "small operations",
+            WorkItem::Op(OpSig::AttnDecode { .. }) => "decode attention",
+            WorkItem::Op(OpSig::AttnPrefill { .. }) => "prefill attention",
+            WorkItem::Op(_) => "small operations",
             _ => continue,
         };
         if let Some((flops, bytes)) = flops.zip(bytes) {
@@ -154,9 +154,9 @@ pub(crate) fn soak(body: &mut Html, samples: &[SoakSample]) {
     };
     let wrong = samples.iter().filter(|sample| !sample.wrong.is_empty());
     let limits: Vec<Limit> = wrong.take(20).map(|sample| Limit::X(sample.t_s, "wrong results")).collect();
-    let x = Axis { label: "time in s", unit: "", scale: Scale::Linear };
+    let x = PlotAxis { label: "time in s", unit: "", scale: Scale::Linear };
     let mut chart = |label, unit, series: &[Series], caption: &str| {
-        let y = Axis { label, unit, scale: Scale::Linear };
+        let y = PlotAxis { label, unit, scale: Scale::Linear };
         Chart { x, y, series, roof: &[], limits: &limits }.draw(body, caption);
     };
     let rate = |sample: &SoakSample| sample.rate;

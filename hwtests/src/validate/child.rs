@@ -4,7 +4,7 @@ use super::case::{CaseResult, CaseStatus, selects};
 use super::protocol::{Assignment, ChildMessage};
 use super::start::Open;
 use super::{conformance, discover, memory, performance, soak};
-use crate::bench::Trouble;
+use crate::bench::BenchError;
 use mixfleet_hal::Device;
 use std::io::{BufRead, Write};
 use std::sync::Arc;
@@ -128,7 +128,7 @@ fn soaked(device: &dyn Device, assignment: &Assignment, emit: &mut dyn FnMut(Chi
     let start = Instant::now();
     let mut clock = || start.elapsed().as_secs_f64();
     let carried = assignment.soak.clone();
-    let ended: Result<(), Trouble> = soak::run(device, &assignment.settings, carried, &mut clock, emit);
+    let ended: Result<(), BenchError> = soak::run(device, &assignment.settings, carried, &mut clock, emit);
     let result = match ended {
         Ok(()) => return true,
         Err(trouble) => soak::broken(trouble),

@@ -4,7 +4,7 @@ use super::case::{CaseResult, CaseStatus};
 use super::protocol::{Settings, ValidationEffort};
 use crate::ids;
 use crate::report::{CaseReport, CheckOutcome};
-use crate::suite::{Entry, attempt, entries};
+use crate::suite::{SuiteEntry, attempt, entries};
 use crate::{SuiteLevel, cases, checks};
 use mixfleet_hal::{Device, DeviceLimits};
 
@@ -30,7 +30,7 @@ pub(crate) fn groups() -> Vec<&'static str> {
 }
 
 /// Returns the cases of one group with their ids.
-pub(crate) fn listed(device: &dyn Device, settings: &Settings, name: &str) -> Vec<(String, Entry)> {
+pub(crate) fn listed(device: &dyn Device, settings: &Settings, name: &str) -> Vec<(String, SuiteEntry)> {
     let level = match settings.effort {
         ValidationEffort::Quick => SuiteLevel::Quick,
         ValidationEffort::Full => SuiteLevel::Full,
@@ -40,7 +40,7 @@ pub(crate) fn listed(device: &dyn Device, settings: &Settings, name: &str) -> Ve
 }
 
 /// Runs one case.
-pub(crate) fn run(device: &dyn Device, settings: &Settings, id: &str, entry: &Entry) -> CaseResult {
+pub(crate) fn run(device: &dyn Device, settings: &Settings, id: &str, entry: &SuiteEntry) -> CaseResult {
     result(id, attempt(device, entry, settings.batch_timeout()))
 }
 

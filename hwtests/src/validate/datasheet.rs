@@ -2,7 +2,7 @@
 
 use super::case::CaseResult;
 use crate::datasheet::catalog_part;
-use crate::profile::Work;
+use crate::profile::WorkItem;
 use mixfleet_hal::OpSig;
 use mixfleet_hal::profile::Traffic;
 use schemars::JsonSchema;
@@ -46,8 +46,8 @@ pub(crate) fn shares(name: &str, cases: &[CaseResult]) -> Option<DatasheetShares
     let mut best: Vec<(f64, DatasheetRow)> = Vec::new();
     for case in cases {
         let Some(point) = case.id.strip_prefix("l3.") else { continue };
-        let found = match Work::parse(point, 16) {
-            Some(Work::Memory(traffic, bytes)) => rate(case, "bytes_per_s").map(|measured| {
+        let found = match WorkItem::parse(point, 16) {
+            Some(WorkItem::Memory(traffic, bytes)) => rate(case, "bytes_per_s").map(|measured| {
                 let what = match traffic {
                     Traffic::Read => "memory read",
                     Traffic::Write => "memory write",
@@ -56,7 +56,7 @@ pub(crate) fn shares(name: &str, cases: &[CaseResult]) -> Option<DatasheetShares
                 // small working sets are served by caches
                 (bytes as f64, what.to_owned(), measured, part.bandwidth().0, "B/s")
             }),
-            Some(Work::Op(OpSig::Gemm { x, .. })) => {
+            Some(WorkItem::Op(OpSig::Gemm { x, .. })) => {
                 let claimed = part.rates.of(x);
                 rate(case, "flop_per_s").zip(claimed).map(|(measured, claimed)| {
                     (measured, format!("products in {x}"), measured, claimed.0, "FLOP/s")

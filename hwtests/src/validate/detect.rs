@@ -10,10 +10,10 @@ use super::metered::Metered;
 use super::part::{Claim, Quantity};
 use super::performance;
 use super::protocol::{ChildMessage, MemoryAsked, Settings};
-use super::runner::{self, Plan};
+use super::runner::{self, ValidationPlan};
 use super::soak;
 use super::start::StartInProcess;
-use crate::bench::Trouble;
+use crate::bench::BenchError;
 use crate::profile::{ProfileLevel, ProfileOptions, TimeSource};
 use mixfleet_hal::Device;
 use mixfleet_hal::cast::to_usize;
@@ -39,7 +39,7 @@ pub type Wrap = dyn Fn(Arc<dyn Device>, FaultPlan, bool) -> FaultyTrial;
 
 /// What a trial covers.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Trial {
+pub struct DetectionTrial {
     /// Levels to try, out of 1, 2, 3 and 5.
     pub levels: Vec<u8>,
     /// Kinds of faults to inject.
@@ -54,10 +54,10 @@ pub struct Trial {
     pub operations: Vec<String>,
 }
 
-impl Trial {
+impl DetectionTrial {
     /// Selects every level and fault, at one in a hundred, ten thousand and a million operations.
-    pub fn thorough() -> Trial {
-        Trial {
+    pub fn thorough() -> DetectionTrial {
+        DetectionTrial {
             levels: vec![1, 2, 3, 5],
             faults: vec![Fault::BitFlip, Fault::Drop, Fault::Stale, Fault::Slow { times: 10 }, Fault::Hang],
             rates: vec![0.5, 1e-2, 1e-4, 1e-6],
@@ -110,7 +110,7 @@ impl Detection {
 pub fn detect(
     base: Arc<dyn Device>,
     wrap: &Wrap,
-    trial: &Trial,
+    trial: &DetectionTrial,
     observe: &mut dyn FnMut(&Detection),
 ) -> Result<Vec<Detection>, String> {
     let mut rows = Vec::new();
@@ -145,14 +145,14 @@ struct Bed<'a> {
     level: u8,
     base: Arc<dyn Device>,
     wrap: &'a Wrap,
-    plan: Plan,
+    plan: ValidationPlan,
     claims: Vec<Claim>,
     baseline: Option<soak::Baseline>,
     operations: u64,
 }
 
 /// The outcome of a pass.
-struct Passed {
+struct PassCounts {
     operations: u64,
     struck: u64,
     wrong: u64,
@@ -176,7 +176,7 @@ impl<'a> Bed<'a> {
             soak_s: if level == 5 { SOAK_S } else { 0.0 },
             ..Settings::quick()
         };
-        let plan = Plan { level, only, settings, ..Plan::new("self-test") };
+        let plan = ValidationPlan { level, only, settings, ..ValidationPlan::new("self-test") };
         let base: Arc<dyn Device> = if level == 3 { Arc::new(Metered(base)) } else { base };
         let mut bed = Bed { level, base, wrap, plan, claims: Vec::new(), baseline: None, operations: 0 };
         if level == 3 {
@@ -207,7 +207,7 @@ impl<'a> Bed<'a> {
     }
 
     /// Runs one pass under `plan`.
-    fn pass(&self, plan: &FaultPlan) -> Passed {
+    fn pass(&self, plan: &FaultPlan) -> PassCounts {
         let faulty = (self.wrap)(self.base.clone(), plan.clone(), self.level == 2);
         let device = faulty.device.clone();
         let cases = match self.level {
@@ -224,7 +224,7 @@ impl<'a> Bed<'a> {
         };
         let count =
             |test: fn(CaseStatus) -> bool| cases.iter().filter(|case| test(case.status)).count() as u64;
-        Passed {
+        PassCounts {
             operations: (faulty.operations)(),
             struck: (faulty.struck)(),
             wrong: count(CaseStatus::is_wrong),
@@ -245,13 +245,13 @@ impl<'a> Bed<'a> {
         };
         let settings = &self.plan.settings;
         let carried = self.baseline.clone().map(|baseline| (baseline, 0.0));
-        let ended: Result<(), Trouble> = soak::run(device, settings, carried, &mut clock, &mut emit);
+        let ended: Result<(), BenchError> = soak::run(device, settings, carried, &mut clock, &mut emit);
         let mut cases = soak::judge(&samples, settings.soak_s, None);
         cases.extend(ended.err().map(soak::broken));
         cases
     }
 
-    fn cell(&self, fault: Fault, rate: f64, trial: &Trial) -> Detection {
+    fn cell(&self, fault: Fault, rate: f64, trial: &DetectionTrial) -> Detection {
         let plan = |seed: u64| FaultPlan::at_rate(fault, rate, seed);
         let strikes = |seed: &u64| {
             let plan = plan(*seed);

@@ -3,7 +3,7 @@
 use super::diff::{ChangedCase, DiffSide, ValidationDiff};
 use super::document::{ValidationVerdict, share_in_words};
 use mixfleet_report::bars::{BarRow, Bars};
-use mixfleet_report::html::{Cell, Html, Tone, page as frame};
+use mixfleet_report::html::{Html, TableCell, Tone, page as frame};
 
 /// Number of entries of a list on the page.
 const LISTED_MAX: usize = 500;
@@ -35,9 +35,11 @@ pub fn diff_page(diff: &ValidationDiff) -> String {
     errors(&mut body, diff);
     if !diff.surroundings.is_empty() {
         body.heading(2, "Surroundings that are not the same");
-        let told = |value: &Option<String>| Cell::text(value.as_deref().unwrap_or("not told"));
-        let rows =
-            diff.surroundings.iter().map(|fact| vec![Cell::text(&fact.name), told(&fact.a), told(&fact.b)]);
+        let told = |value: &Option<String>| TableCell::text(value.as_deref().unwrap_or("not told"));
+        let rows = diff
+            .surroundings
+            .iter()
+            .map(|fact| vec![TableCell::text(&fact.name), told(&fact.a), told(&fact.b)]);
         body.table(&["fact", "a", "b"], &rows.collect::<Vec<_>>());
     }
     let subtitle = format!("a: {}, {}; b: {}, {}", diff.a.name, diff.a.date, diff.b.name, diff.b.date);
@@ -52,12 +54,12 @@ fn sides(body: &mut Html, diff: &ValidationDiff) {
             _ => Tone::Warn,
         };
         vec![
-            Cell::text(letter),
-            Cell::badge(side.verdict.word(), tone),
-            Cell::text(&side.name),
-            Cell::text(&side.device),
-            Cell::text(&side.date),
-            Cell::text(&side.fingerprint),
+            TableCell::text(letter),
+            TableCell::badge(side.verdict.word(), tone),
+            TableCell::text(&side.name),
+            TableCell::text(&side.device),
+            TableCell::text(&side.date),
+            TableCell::text(&side.fingerprint),
         ]
     };
     let rows = [("a", &diff.a), ("b", &diff.b)].map(row);
@@ -72,7 +74,7 @@ fn list(body: &mut Html, heading: &str, cases: &[ChangedCase]) {
     let row = |case: &ChangedCase| {
         let [was, is] = case.in_words();
         let reason = case.reason.as_deref().unwrap_or("");
-        vec![Cell::text(&case.id), Cell::text(was), Cell::text(is), Cell::text(reason)]
+        vec![TableCell::text(&case.id), TableCell::text(was), TableCell::text(is), TableCell::text(reason)]
     };
     body.table(&["case", "a", "b", "reason"], &cases.iter().take(LISTED_MAX).map(row).collect::<Vec<_>>());
     if cases.len() > LISTED_MAX {
@@ -111,12 +113,12 @@ fn errors(body: &mut Html, diff: &ValidationDiff) {
     );
     body.begin_details(&format!("{} cases", diff.errors.len()), false);
     let row = |error: &super::diff::ChangedError| {
-        let shares = [error.a, error.b].map(|share| Cell::number(share_in_words(share)));
-        let mut row = vec![Cell::text(&error.id)];
+        let shares = [error.a, error.b].map(|share| TableCell::number(share_in_words(share)));
+        let mut row = vec![TableCell::text(&error.id)];
         row.extend(shares);
         row
     };
-    let rows: Vec<Vec<Cell>> = diff.errors.iter().take(LISTED_MAX).map(row).collect();
+    let rows: Vec<Vec<TableCell>> = diff.errors.iter().take(LISTED_MAX).map(row).collect();
     body.table(&["case", "error of bound in a", "error of bound in b"], &rows);
     body.end_details();
 }

@@ -7,7 +7,7 @@ use super::mustpass::{self, Met};
 use super::part::{Claim, PartFile, Waiver};
 use super::performance;
 use super::protocol::ValidationEffort;
-use super::runner::{Plan, RunOutcome};
+use super::runner::{RunOutcome, ValidationPlan};
 use super::soak::SoakSample;
 use mixfleet_hal::DeviceInfo;
 use schemars::JsonSchema;
@@ -88,7 +88,8 @@ impl From<&DeviceInfo> for DeviceRecord {
 
 /// What was requested.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Asked {
+#[schemars(rename = "Asked")]
+pub struct ValidationRequest {
     /// The selector of the device.
     #[serde(default)]
     pub device: String,
@@ -154,7 +155,7 @@ pub struct Validation {
     /// The validated device; `None` if it never opened.
     pub device: Option<DeviceRecord>,
     /// What was requested.
-    pub asked: Asked,
+    pub asked: ValidationRequest,
     /// The mandatory list and how it was met.
     pub mustpass: Mustpass,
     /// Case counts by level.
@@ -178,7 +179,12 @@ impl Validation {
 
     /// Judges the outcome of a run: claims first, then waivers that hold on `today` (`YYYY-MM-DD`), then the
     /// mandatory list.
-    pub fn new(plan: &Plan, outcome: RunOutcome, part: Option<&PartFile>, today: &str) -> Validation {
+    pub fn new(
+        plan: &ValidationPlan,
+        outcome: RunOutcome,
+        part: Option<&PartFile>,
+        today: &str,
+    ) -> Validation {
         let RunOutcome { device, mut cases, samples } = outcome;
         let claims = part.map(|part| part.claims.clone()).unwrap_or_default();
         if plan.level >= 3 {
@@ -190,7 +196,7 @@ impl Validation {
         let uses = part.map(|part| uses(part, &cases, today)).unwrap_or_default();
         let lines = mustpass::check(&mustpass::lines(mustpass::TEXT), &cases);
         let met = lines.iter().all(|line| line.problem.is_none());
-        let asked = Asked {
+        let asked = ValidationRequest {
             device: plan.device.clone(),
             level: plan.level,
             only: plan.only.clone(),
@@ -279,7 +285,7 @@ fn levels(cases: &[CaseResult]) -> Vec<LevelCounts> {
 }
 
 fn judged(
-    asked: &Asked,
+    asked: &ValidationRequest,
     cases: &[CaseResult],
     lines: &[Met],
     claims: &[Claim],

@@ -6,7 +6,7 @@
 
 use super::case::{CaseResult, CaseStatus};
 use super::protocol::{MemoryAsked, Settings, ValidationEffort};
-use crate::bench::Trouble;
+use crate::bench::BenchError;
 use mixfleet_hal::cast::{low_u32, to_u64, to_usize};
 use mixfleet_hal::random;
 use mixfleet_hal::{BufferUsage, Cmd, Device, ErrorKind, Health, OpSig, Queue, Slice, Support};
@@ -21,7 +21,7 @@ const BLOCK_BYTES_MAX: u64 = 64 << 20;
 const ERRORS_KEPT: usize = 16;
 
 /// A pattern, which writes and verifies a region.
-type Pattern = fn(&mut Region<'_>, &Settings) -> Result<(), Trouble>;
+type Pattern = fn(&mut Region<'_>, &Settings) -> Result<(), BenchError>;
 const PATTERNS: [(&str, Pattern); 8] = [
     ("own_address", own_address),
     ("walking", walking),
@@ -96,15 +96,15 @@ pub(crate) fn run(
     region.judged(id, asked, &before)
 }
 
-fn troubled(id: String, trouble: Trouble) -> CaseResult {
+fn troubled(id: String, trouble: BenchError) -> CaseResult {
     match trouble {
-        Trouble::Unsupported => CaseResult::new(id, CaseStatus::Unsupported, "needs Fill and Copy"),
-        Trouble::NotRun(reason) => CaseResult::new(id, CaseStatus::NotRun, reason),
-        Trouble::Failed(reason) | Trouble::OutOfBounds(reason, _) => {
+        BenchError::Unsupported => CaseResult::new(id, CaseStatus::Unsupported, "needs Fill and Copy"),
+        BenchError::NotRun(reason) => CaseResult::new(id, CaseStatus::NotRun, reason),
+        BenchError::Failed(reason) | BenchError::OutOfBounds(reason, _) => {
             CaseResult::new(id, CaseStatus::Fail, reason)
         }
-        Trouble::Hung(reason) => CaseResult::new(id, CaseStatus::Timeout, reason),
-        Trouble::Lost(reason) => CaseResult::new(id, CaseStatus::DeviceLost, reason),
+        BenchError::Hung(reason) => CaseResult::new(id, CaseStatus::Timeout, reason),
+        BenchError::Lost(reason) => CaseResult::new(id, CaseStatus::DeviceLost, reason),
     }
 }
 
@@ -123,11 +123,11 @@ impl<'a> Region<'a> {
         asked: u64,
         timeout: Duration,
         alive: &'a mut dyn FnMut(),
-    ) -> Result<Self, Trouble> {
+    ) -> Result<Self, BenchError> {
         let largest = device.limits().allocation_bytes_max.min(BLOCK_BYTES_MAX) / CHUNK_BYTES * CHUNK_BYTES;
         let block_bytes = largest.min(asked);
         if block_bytes == 0 {
-            return Err(Trouble::NotRun(format!("no allocation of {CHUNK_BYTES} bytes is allowed")));
+            return Err(BenchError::NotRun(format!("no allocation of {CHUNK_BYTES} bytes is allowed")));
         }
         let mut blocks = Vec::new();
         while (blocks.len() as u64 + 1) * block_bytes <= asked {
@@ -138,7 +138,9 @@ impl<'a> Region<'a> {
             }
         }
         if blocks.is_empty() {
-            return Err(Trouble::NotRun(format!("out of memory: no block of {block_bytes} bytes is free")));
+            return Err(BenchError::NotRun(format!(
+                "out of memory: no block of {block_bytes} bytes is free"
+            )));
         }
         let (queue, errors) = (device.queue()?, Errors::new());
         Ok(Region { device, queue, blocks, block_bytes, timeout, words_checked: 0, errors, alive })
@@ -158,7 +160,7 @@ impl<'a> Region<'a> {
     }
 
     /// Writes `word(address)` to every word.
-    fn write(&mut self, word: impl Fn(u64) -> u64) -> Result<(), Trouble> {
+    fn write(&mut self, word: impl Fn(u64) -> u64) -> Result<(), BenchError> {
         let mut bytes = vec![0; to_usize(CHUNK_BYTES)];
         for (address, chunk) in self.chunks() {
             for (i, place) in (address..).zip(bytes.chunks_exact_mut(8)) {
@@ -171,7 +173,7 @@ impl<'a> Region<'a> {
     }
 
     /// Reads every word and compares it with `word(address)`.
-    fn verify(&mut self, word: impl Fn(u64) -> u64) -> Result<(), Trouble> {
+    fn verify(&mut self, word: impl Fn(u64) -> u64) -> Result<(), BenchError> {
         for (address, chunk) in self.chunks() {
             self.verify_chunk(address, &chunk, &word)?;
         }
@@ -183,7 +185,7 @@ impl<'a> Region<'a> {
         address: u64,
         chunk: &Slice,
         word: &impl Fn(u64) -> u64,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), BenchError> {
         let mut bytes = vec![0; to_usize(chunk.bytes)];
         self.device.read(chunk, &mut bytes)?;
         let (words, _) = bytes.as_chunks::<8>();
@@ -199,22 +201,22 @@ impl<'a> Region<'a> {
     }
 
     /// Reports the pattern as unsupported if the device lacks the operation.
-    fn needs(&self, sig: OpSig) -> Result<(), Trouble> {
-        if self.device.support(&sig) == Support::No { Err(Trouble::Unsupported) } else { Ok(()) }
+    fn needs(&self, sig: OpSig) -> Result<(), BenchError> {
+        if self.device.support(&sig) == Support::No { Err(BenchError::Unsupported) } else { Ok(()) }
     }
 
-    fn run(&mut self, cmds: &[Cmd]) -> Result<(), Trouble> {
+    fn run(&mut self, cmds: &[Cmd]) -> Result<(), BenchError> {
         let ticket = self.queue.submit(cmds)?;
         self.queue.wait(ticket, self.timeout)?;
         Ok(())
     }
 
-    fn fill(chunk: &Slice, word: u32) -> Result<Cmd, Trouble> {
+    fn fill(chunk: &Slice, word: u32) -> Result<Cmd, BenchError> {
         Ok(Cmd::new(OpSig::Fill { bytes: chunk.bytes, word }, std::slice::from_ref(chunk))?)
     }
 
     /// Fills all of the memory with the device's own `Fill`.
-    fn fill_all(&mut self, word: u32) -> Result<(), Trouble> {
+    fn fill_all(&mut self, word: u32) -> Result<(), BenchError> {
         for block in self.blocks.clone() {
             self.run(&[Self::fill(&block, word)?])?;
             (self.alive)();
@@ -281,7 +283,7 @@ impl Errors {
 }
 
 /// Writes each word's own address, then the complement, which detects aliased addresses.
-fn own_address(region: &mut Region<'_>, _: &Settings) -> Result<(), Trouble> {
+fn own_address(region: &mut Region<'_>, _: &Settings) -> Result<(), BenchError> {
     for flip in [0, !0] {
         region.write(|address| (address * 8) ^ flip)?;
         region.verify(|address| (address * 8) ^ flip)?;
@@ -290,7 +292,7 @@ fn own_address(region: &mut Region<'_>, _: &Settings) -> Result<(), Trouble> {
 }
 
 /// Walks one set bit with the address, then one clear bit; each pass begins at another bit.
-fn walking(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
+fn walking(region: &mut Region<'_>, settings: &Settings) -> Result<(), BenchError> {
     let passes: &[u64] = match settings.effort {
         ValidationEffort::Quick => &[0, 37],
         ValidationEffort::Full => &[0, 5, 11, 17, 23, 29, 31, 32, 37, 43, 49, 53, 59, 61],
@@ -306,7 +308,7 @@ fn walking(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> 
 
 /// Moving inversions: fills with a word, then checks and inverts every chunk upwards, and then back
 /// downwards. Couplings between neighbours show in one direction or the other.
-fn inversions(region: &mut Region<'_>, word: u32) -> Result<(), Trouble> {
+fn inversions(region: &mut Region<'_>, word: u32) -> Result<(), BenchError> {
     region.needs(OpSig::Fill { bytes: CHUNK_BYTES, word })?;
     let twice = |word: u32| u64::from(word) << 32 | u64::from(word);
     region.fill_all(word)?;
@@ -321,11 +323,11 @@ fn inversions(region: &mut Region<'_>, word: u32) -> Result<(), Trouble> {
     region.verify(|_| twice(word))
 }
 
-fn inversions_solid(region: &mut Region<'_>, _: &Settings) -> Result<(), Trouble> {
+fn inversions_solid(region: &mut Region<'_>, _: &Settings) -> Result<(), BenchError> {
     inversions(region, 0)
 }
 
-fn inversions_byte(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
+fn inversions_byte(region: &mut Region<'_>, settings: &Settings) -> Result<(), BenchError> {
     let shifts: &[u32] = match settings.effort {
         ValidationEffort::Quick => &[7],
         ValidationEffort::Full => &[0, 1, 2, 3, 4, 5, 6, 7],
@@ -333,13 +335,13 @@ fn inversions_byte(region: &mut Region<'_>, settings: &Settings) -> Result<(), T
     shifts.iter().try_for_each(|shift| inversions(region, 0x0101_0101 << shift))
 }
 
-fn inversions_random(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
+fn inversions_random(region: &mut Region<'_>, settings: &Settings) -> Result<(), BenchError> {
     let rounds = if settings.effort == ValidationEffort::Quick { 1 } else { 6 };
     (0..rounds).try_for_each(|round| inversions(region, low_u32(random::bits(settings.seed, round))))
 }
 
 /// Writes random words by address, then their complement.
-fn random_words(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
+fn random_words(region: &mut Region<'_>, settings: &Settings) -> Result<(), BenchError> {
     let rounds = if settings.effort == ValidationEffort::Quick { 1 } else { 4 };
     for round in 0..rounds {
         let seed = settings.seed.wrapping_add(1 + round);
@@ -353,7 +355,7 @@ fn random_words(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trou
 
 /// Writes every twentieth word differently from all others, which are written afterwards, so that write
 /// buffers and caches cannot mask faults.
-fn modulo_20(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
+fn modulo_20(region: &mut Region<'_>, settings: &Settings) -> Result<(), BenchError> {
     let offsets: &[u64] = match settings.effort {
         ValidationEffort::Quick => &[3, 14],
         ValidationEffort::Full => &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19],
@@ -369,13 +371,13 @@ fn modulo_20(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble
 
 /// Lets the device move random words: the lower half of each block to the upper, then back rotated by some
 /// words, to load the memory as copies do.
-fn block_move(region: &mut Region<'_>, settings: &Settings) -> Result<(), Trouble> {
+fn block_move(region: &mut Region<'_>, settings: &Settings) -> Result<(), BenchError> {
     let half = region.block_bytes / 2;
     region.needs(OpSig::Copy { bytes: half })?;
     // a multiple of the alignment and of a word
     let turn = region.device.limits().alignment_bytes.max(32);
     if half <= turn {
-        return Err(Trouble::NotRun(format!("blocks of {} bytes cannot be turned", region.block_bytes)));
+        return Err(BenchError::NotRun(format!("blocks of {} bytes cannot be turned", region.block_bytes)));
     }
     let seed = settings.seed.wrapping_add(77);
     region.write(|address| random::bits(seed, address))?;

@@ -25,9 +25,9 @@ struct MeteredQueue {
     times: BTreeMap<Ticket, f64>,
 }
 
-struct Recorded(Vec<Cmd>);
+struct MeteredRecording(Vec<Cmd>);
 
-impl Graph for Recorded {
+impl Graph for MeteredRecording {
     fn as_any(&self) -> &dyn Any {
         self
     }
@@ -62,10 +62,10 @@ impl Queue for MeteredQueue {
         Ok(Elapsed { time: Seconds(*time), clock: ClockKind::Device })
     }
     fn record(&mut self, cmds: &[Cmd]) -> Result<Arc<dyn Graph>> {
-        Ok(Arc::new(Recorded(cmds.to_vec())))
+        Ok(Arc::new(MeteredRecording(cmds.to_vec())))
     }
     fn replay(&mut self, graph: &Arc<dyn Graph>) -> Result<Ticket> {
-        let recorded = graph.as_any().downcast_ref::<Recorded>();
+        let recorded = graph.as_any().downcast_ref::<MeteredRecording>();
         let recorded = recorded.ok_or_else(|| Error::invalid("the graph belongs to another device"))?;
         self.submit(&recorded.0)
     }

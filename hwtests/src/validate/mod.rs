@@ -1,13 +1,15 @@
 //! Validation of a part: levels of cases in child processes, the vendor's claims, a mandatory list, a report.
 //!
-//! [`groups`] lists what a [`Plan`] runs; [`runner::run`] runs it in children of a [`Start`], each of which
-//! calls [`child::serve`]; [`Validation::new`] judges the outcome; [`package::write`] writes the folder.
+//! [`groups`] lists what a [`ValidationPlan`] runs; [`runner::run`] runs it in children of a [`Start`], each
+//! of which calls [`child::serve`]; [`Validation::new`] judges the outcome; [`package::write`] writes the
+//! folder.
 //!
 //! ```
 //! use mixfleet_hwtests::reference::ReferenceDevice;
-//! use mixfleet_hwtests::validate::{Plan, StartInProcess, Validation, ValidationVerdict, runner};
+//! use mixfleet_hwtests::validate::{StartInProcess, Validation, ValidationPlan, ValidationVerdict, runner};
 //! use std::sync::Arc;
-//! let plan = Plan { only: vec!["l0".to_owned(), "l1.fill".to_owned()], ..Plan::new("reference") };
+//! let only = vec!["l0".to_owned(), "l1.fill".to_owned()];
+//! let plan = ValidationPlan { only, ..ValidationPlan::new("reference") };
 //! let start = StartInProcess { open: Box::new(|_| Ok(Arc::new(ReferenceDevice::default()))) };
 //! let outcome = runner::run(&plan, &start, &[], &mut |_| {});
 //! let report = Validation::new(&plan, outcome, None, "2026-11-20");
@@ -44,7 +46,7 @@ mod turns;
 
 pub use case::{CaseResult, CaseStatus};
 pub use datasheet::{DatasheetRow, DatasheetShares};
-pub use detect::{Detection, FaultyTrial, Trial, detect};
+pub use detect::{Detection, DetectionTrial, FaultyTrial, detect};
 pub use diff::{ReadReport, ValidationDiff};
 pub use diff_page::diff_page;
 pub use digest::sha256;
@@ -52,7 +54,7 @@ pub use document::{Validation, ValidationVerdict};
 pub use package::Environment;
 pub use part::PartFile;
 pub use protocol::{DeviceFact, MemoryAsked, Settings, ValidationEffort};
-pub use runner::{Plan, Record, RunOutcome, cases_of, groups};
+pub use runner::{Record, RunOutcome, ValidationPlan, cases_of, groups};
 pub use soak::{Baseline, SoakPhase, SoakSample};
 pub use start::{Open, Processes, Start, StartInProcess};
 pub use template::{PartSketch, part_template};

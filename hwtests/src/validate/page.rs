@@ -6,7 +6,7 @@ use super::document::{Validation, ValidationVerdict, share_in_words};
 use super::levels::{meaning, purpose};
 use super::package::Environment;
 use super::protocol::DeviceFact;
-use mixfleet_report::html::{Cell, Html, Tone, page as frame};
+use mixfleet_report::html::{Html, TableCell, Tone, page as frame};
 use mixfleet_report::numbers::scaled;
 use serde::Deserialize;
 use serde_json::Value;
@@ -85,16 +85,16 @@ fn levels(body: &mut Html, report: &Validation) {
     header.extend(CaseStatus::ALL.iter().map(|status| status.word()));
     header.push("error of bound");
     let row = |level: &super::document::LevelCounts| {
-        let mut row = vec![Cell::text(format!("L{} {}", level.level, purpose(level.level)))];
+        let mut row = vec![TableCell::text(format!("L{} {}", level.level, purpose(level.level)))];
         for status in CaseStatus::ALL {
             let count = level.counts.get(status.word()).copied().unwrap_or(0);
-            let cell = Cell::number(count.to_string());
+            let cell = TableCell::number(count.to_string());
             row.push(if count > 0 { cell.tone(tone(status)) } else { cell.tone(Tone::Muted) });
         }
-        row.push(Cell::number(level.error_of_bound_max.map_or("-".to_owned(), share_in_words)));
+        row.push(TableCell::number(level.error_of_bound_max.map_or("-".to_owned(), share_in_words)));
         row
     };
-    let rows: Vec<Vec<Cell>> = report.levels.iter().map(row).collect();
+    let rows: Vec<Vec<TableCell>> = report.levels.iter().map(row).collect();
     body.table(&header, &rows);
 }
 
@@ -113,14 +113,14 @@ fn claims(body: &mut Html, report: &Validation) {
             let percent =
                 |value: Option<f64>| value.map_or("-".to_owned(), |v| format!("{:.1} %", v * 100.0));
             rows.push(vec![
-                Cell::text(case.id.trim_start_matches("l3.")),
-                Cell::badge(status.word(), tone(status)),
-                Cell::number(word("measured_in_words")),
-                Cell::number(word("claimed_in_words")),
-                Cell::number(percent(number("share"))),
-                Cell::number(percent(number("at_least"))),
-                Cell::text(word("source")),
-                Cell::text(word("remark").trim_start_matches('-')).tone(Tone::Warn),
+                TableCell::text(case.id.trim_start_matches("l3.")),
+                TableCell::badge(status.word(), tone(status)),
+                TableCell::number(word("measured_in_words")),
+                TableCell::number(word("claimed_in_words")),
+                TableCell::number(percent(number("share"))),
+                TableCell::number(percent(number("at_least"))),
+                TableCell::text(word("source")),
+                TableCell::text(word("remark").trim_start_matches('-')).tone(Tone::Warn),
             ]);
         }
     }
@@ -140,9 +140,13 @@ fn listed(body: &mut Html, report: &Validation) {
     body.heading(2, "Cases that did not simply pass");
     let row = |case: &&CaseResult| {
         let reason = case.reason.as_deref().unwrap_or("");
-        vec![Cell::text(&case.id), Cell::badge(case.status.word(), tone(case.status)), Cell::text(reason)]
+        vec![
+            TableCell::text(&case.id),
+            TableCell::badge(case.status.word(), tone(case.status)),
+            TableCell::text(reason),
+        ]
     };
-    let rows: Vec<Vec<Cell>> = cases.iter().take(LISTED_MAX).map(row).collect();
+    let rows: Vec<Vec<TableCell>> = cases.iter().take(LISTED_MAX).map(row).collect();
     body.table(&["case", "status", "reason"], &rows);
     if cases.len() > LISTED_MAX {
         body.paragraph(&format!("and {} more, in results.json", cases.len() - LISTED_MAX));
@@ -164,7 +168,7 @@ fn passed(body: &mut Html, report: &Validation) {
         }
         body.begin_details(&format!("L{level} {}: {} passed", purpose(level), cases.len()), false);
         body.paragraph(meaning(level));
-        let row = |case: &&CaseResult| vec![Cell::text(&case.id), Cell::text(found(case))];
+        let row = |case: &&CaseResult| vec![TableCell::text(&case.id), TableCell::text(found(case))];
         body.table(&["case", "found"], &cases.iter().take(PASSED_MAX).map(row).collect::<Vec<_>>());
         if cases.len() > PASSED_MAX {
             body.paragraph(&format!("and {} more, in results.json", cases.len() - PASSED_MAX));
@@ -198,18 +202,21 @@ fn waivers(body: &mut Html, report: &Validation) {
     }
     body.heading(2, "Waivers");
     let row = |u: &super::document::WaiverUse| {
-        let state =
-            if u.expired { Cell::badge("expired", Tone::Bad) } else { Cell::badge("holds", Tone::Warn) };
+        let state = if u.expired {
+            TableCell::badge("expired", Tone::Bad)
+        } else {
+            TableCell::badge("holds", Tone::Warn)
+        };
         let waiver = &u.waiver;
         vec![
-            Cell::text(&waiver.case),
+            TableCell::text(&waiver.case),
             state,
-            Cell::text(&waiver.until),
-            Cell::number(u.used.to_string()),
-            Cell::text(&waiver.reason),
+            TableCell::text(&waiver.until),
+            TableCell::number(u.used.to_string()),
+            TableCell::text(&waiver.reason),
         ]
     };
-    let rows: Vec<Vec<Cell>> = report.waivers.iter().map(row).collect();
+    let rows: Vec<Vec<TableCell>> = report.waivers.iter().map(row).collect();
     body.table(&["cases", "state", "until", "let through", "reason"], &rows);
 }
 
@@ -221,18 +228,18 @@ fn mandatory(body: &mut Html, report: &Validation) {
     body.begin_details(&format!("{} of {} lines met", list.lines.len() - unmet, list.lines.len()), unmet > 0);
     let row = |line: &super::mustpass::Met| {
         let state = match &line.problem {
-            None => Cell::badge("met", Tone::Good),
-            Some(problem) => Cell::badge(problem, Tone::Bad),
+            None => TableCell::badge("met", Tone::Good),
+            Some(problem) => TableCell::badge(problem, Tone::Bad),
         };
         vec![
-            Cell::text(&line.pattern),
+            TableCell::text(&line.pattern),
             state,
-            Cell::number(line.passed.to_string()),
-            Cell::number(line.waived.to_string()),
-            Cell::number(line.cases.to_string()),
+            TableCell::number(line.passed.to_string()),
+            TableCell::number(line.waived.to_string()),
+            TableCell::number(line.cases.to_string()),
         ]
     };
-    let rows: Vec<Vec<Cell>> = list.lines.iter().map(row).collect();
+    let rows: Vec<Vec<TableCell>> = list.lines.iter().map(row).collect();
     body.table(&["cases", "state", "passed", "waived", "tried"], &rows);
     body.end_details();
 }
@@ -244,13 +251,13 @@ fn measured(body: &mut Html, report: &Validation) {
         let number = |name: &str| case.facts.get(name).and_then(Value::as_f64);
         let shown = |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{value:.4e}"));
         vec![
-            Cell::text(case.id.trim_start_matches("l3.")),
-            Cell::number(shown(number("seconds"))),
-            Cell::number(shown(number("flop_per_s"))),
-            Cell::number(shown(number("bytes_per_s"))),
+            TableCell::text(case.id.trim_start_matches("l3.")),
+            TableCell::number(shown(number("seconds"))),
+            TableCell::number(shown(number("flop_per_s"))),
+            TableCell::number(shown(number("bytes_per_s"))),
         ]
     };
-    let rows: Vec<Vec<Cell>> = points.map(row).collect();
+    let rows: Vec<Vec<TableCell>> = points.map(row).collect();
     if !rows.is_empty() {
         body.heading(2, "Measured");
         body.begin_details(&format!("{} points", rows.len()), false);

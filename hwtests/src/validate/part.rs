@@ -3,7 +3,7 @@
 
 use super::case::{CaseResult, CaseStatus, WaivedBy, matches};
 use super::performance;
-use crate::profile::Work;
+use crate::profile::WorkItem;
 use crate::profile::work::SustainedLoad;
 use regex_lite::Regex;
 use schemars::JsonSchema;
@@ -99,11 +99,11 @@ impl Claim {
 }
 
 /// Whether a point measures `quantity`.
-fn counts(work: &Work, quantity: Quantity) -> bool {
+fn counts(work: &WorkItem, quantity: Quantity) -> bool {
     match (work, quantity) {
-        (_, Quantity::Seconds) | (Work::Sustained(SustainedLoad::Gemm), _) => true,
-        (Work::Launch(_), _) => false,
-        (Work::Op(sig), Quantity::FlopPerSecond) => sig.flops() > 0.0,
+        (_, Quantity::Seconds) | (WorkItem::Sustained(SustainedLoad::Gemm), _) => true,
+        (WorkItem::Launch(_), _) => false,
+        (WorkItem::Op(sig), Quantity::FlopPerSecond) => sig.flops() > 0.0,
         (_, Quantity::FlopPerSecond) => false,
         (_, Quantity::BytesPerSecond) => true,
     }
@@ -138,15 +138,15 @@ pub struct PartFile {
 }
 
 /// A table whose keys are looked up one by one; leftover keys are an error.
-struct Keys<'a> {
+struct TableKeys<'a> {
     place: String,
     table: &'a Table,
     known: Vec<&'static str>,
 }
 
-impl<'a> Keys<'a> {
+impl<'a> TableKeys<'a> {
     fn new(place: impl Into<String>, table: &'a Table) -> Self {
-        Keys { place: place.into(), table, known: Vec::new() }
+        TableKeys { place: place.into(), table, known: Vec::new() }
     }
 
     fn get(&mut self, key: &'static str) -> Option<&'a Value> {
@@ -263,7 +263,7 @@ impl PartFile {
             Ok(table) => table,
             Err(error) => return wrong("TOML", format!("{error}").trim_end()),
         };
-        let mut top = Keys::new("top level", &table);
+        let mut top = TableKeys::new("top level", &table);
         let of = match top.get("match") {
             Some(Value::Table(table)) => Match::parse(table)?,
             Some(_) => return wrong("match", "must be a table: match = { name = \"...\" }"),
@@ -323,7 +323,7 @@ impl PartFile {
 
 impl Match {
     fn parse(table: &Table) -> Result<Match, PartError> {
-        let mut keys = Keys::new("match", table);
+        let mut keys = TableKeys::new("match", table);
         let name = match keys.optional_text("name")? {
             Some(text) => match Regex::new(&text) {
                 Ok(regex) => Some(regex),
@@ -346,7 +346,7 @@ impl Match {
 }
 
 fn claim((i, table): (usize, &Table)) -> Result<Claim, PartError> {
-    let mut keys = Keys::new(format!("claim {}", i + 1), table);
+    let mut keys = TableKeys::new(format!("claim {}", i + 1), table);
     let point = keys.text("point")?;
     let place = format!("claim {} ({point})", i + 1);
     keys.place.clone_from(&place);
@@ -359,7 +359,7 @@ fn claim((i, table): (usize, &Table)) -> Result<Claim, PartError> {
         return wrong(place, format!("unknown unit '{unit}'{near}; known: {}", known.join(", ")));
     };
     // page sizes are the device's own, so no name holds one
-    let Some(work) = Work::parse(&point, 16) else {
+    let Some(work) = WorkItem::parse(&point, 16) else {
         let problem = "is no point of the profile; 'mixfleet profile --json' lists names such as gemm.bf16.m2048.n8192.k8192 \
                        and memory_read.512MiB";
         return wrong(place, problem);
@@ -378,7 +378,7 @@ fn claim((i, table): (usize, &Table)) -> Result<Claim, PartError> {
 }
 
 fn waiver((i, table): (usize, &Table)) -> Result<Waiver, PartError> {
-    let mut keys = Keys::new(format!("waiver {}", i + 1), table);
+    let mut keys = TableKeys::new(format!("waiver {}", i + 1), table);
     let (case, reason, until) = (keys.text("case")?, keys.text("reason")?, keys.date("until")?);
     keys.finish()?;
     // a pattern that matches an id of every level would waive the whole validation

@@ -18,7 +18,7 @@ pub const LINKS: [&str; 5] = ["memory", "shm", "tcp", "verbs", "copy"];
 
 /// What to run.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Plan {
+pub struct ValidationPlan {
     /// Selector of the device.
     pub device: String,
     /// The highest level; a soak is added if the settings have one.
@@ -31,13 +31,13 @@ pub struct Plan {
     pub patience: Duration,
 }
 
-impl Plan {
+impl ValidationPlan {
     /// Plans levels 0 to 3 of `device`, quick and without a soak.
-    pub fn new(device: &str) -> Plan {
+    pub fn new(device: &str) -> ValidationPlan {
         let settings = Settings::quick();
         // a case is a handful of batches; memory patterns and profiles send signs of life
         let patience = Duration::from_secs_f64(settings.batch_timeout_s * 4.0);
-        Plan { device: device.to_owned(), level: 3, only: Vec::new(), settings, patience }
+        ValidationPlan { device: device.to_owned(), level: 3, only: Vec::new(), settings, patience }
     }
 }
 
@@ -95,7 +95,7 @@ pub struct RunOutcome {
 }
 
 /// Returns the groups of a plan, in order.
-pub fn groups(plan: &Plan) -> Vec<String> {
+pub fn groups(plan: &ValidationPlan) -> Vec<String> {
     let mut all = vec!["l0.discover".to_owned()];
     if plan.level >= 1 {
         all.extend(conformance::groups().iter().map(|name| format!("l1.{name}")));
@@ -120,7 +120,7 @@ pub fn groups(plan: &Plan) -> Vec<String> {
 }
 
 /// Returns how many cases the group that takes longest has, `l3.profile`; `None` for others.
-pub fn cases_of(plan: &Plan, group: &str) -> Option<usize> {
+pub fn cases_of(plan: &ValidationPlan, group: &str) -> Option<usize> {
     // how large pages are changes no number of points
     const PAGE_TOKENS: u32 = 16;
     if group != "l3.profile" {
@@ -141,7 +141,7 @@ fn may_hold(pattern: &str, group: &str) -> bool {
 }
 
 /// Returns the first line of a journal.
-pub fn header(plan: &Plan) -> Record {
+pub fn header(plan: &ValidationPlan) -> Record {
     let settings = Settings { facts: Vec::new(), ..plan.settings.clone() };
     let version = env!("CARGO_PKG_VERSION").to_owned();
     Record::Run { device: plan.device.clone(), version, settings }
@@ -151,7 +151,7 @@ pub fn header(plan: &Plan) -> Record {
 /// whose results are not repeated. A run that is cancelled has what was not run as such in its outcome, and
 /// not in its journal.
 pub fn run(
-    plan: &Plan,
+    plan: &ValidationPlan,
     start: &dyn Start,
     earlier: &[Record],
     journal: &mut dyn FnMut(&Record),
@@ -159,7 +159,7 @@ pub fn run(
     let mut outcome = RunOutcome::default();
     let mut cancelled = false;
     for group in groups(plan) {
-        let mut state = Group::new(&group, plan);
+        let mut state = GroupRun::new(&group, plan);
         earlier.iter().for_each(|record| state.recall(record));
         if !state.done {
             cancelled = cancelled || state.run(start, journal);
@@ -186,9 +186,9 @@ pub fn run(
 }
 
 /// A group in progress.
-struct Group<'a> {
+struct GroupRun<'a> {
     name: &'a str,
-    plan: &'a Plan,
+    plan: &'a ValidationPlan,
     device: Option<DeviceInfo>,
     cases: Vec<CaseResult>,
     /// The child's current case.
@@ -200,7 +200,7 @@ struct Group<'a> {
 }
 
 /// How a child ended.
-enum End {
+enum ChildEnd {
     /// It completed.
     Complete,
     /// A case made the device unusable; the next child continues after it.
@@ -211,10 +211,10 @@ enum End {
     Cancelled,
 }
 
-impl<'a> Group<'a> {
-    fn new(name: &'a str, plan: &'a Plan) -> Self {
+impl<'a> GroupRun<'a> {
+    fn new(name: &'a str, plan: &'a ValidationPlan) -> Self {
         let (cases, samples) = Default::default();
-        Group {
+        GroupRun {
             name,
             plan,
             device: None,
@@ -256,10 +256,10 @@ impl<'a> Group<'a> {
         loop {
             journal(&Record::Start { group: self.name.to_owned(), losses: self.losses });
             match self.child(start, journal) {
-                End::Complete => return false,
-                End::Cancelled => return true,
-                End::DeviceGone => {}
-                End::Lost(status, how, opened) => {
+                ChildEnd::Complete => return false,
+                ChildEnd::Cancelled => return true,
+                ChildEnd::DeviceGone => {}
+                ChildEnd::Lost(status, how, opened) => {
                     journal(&Record::Lost { group: self.name.to_owned(), how: how.clone() });
                     let id = self.current.take().unwrap_or_else(|| self.name.to_owned());
                     let place = if opened { "" } else { "while the device was opened: " };
@@ -298,13 +298,13 @@ impl<'a> Group<'a> {
     }
 
     /// Follows one child until it ends.
-    fn child(&mut self, start: &dyn Start, journal: &mut dyn FnMut(&Record)) -> End {
+    fn child(&mut self, start: &dyn Start, journal: &mut dyn FnMut(&Record)) -> ChildEnd {
         let mut child = match start.start(&self.assignment()) {
             Ok(child) => child,
             Err(error) => {
                 let reason = format!("no process could be started: {error}");
                 self.settle(CaseResult::new(self.name, CaseStatus::NotRun, reason), journal);
-                return End::Complete;
+                return ChildEnd::Complete;
             }
         };
         let (mut device_gone, mut opened) = (false, false);
@@ -313,25 +313,25 @@ impl<'a> Group<'a> {
                 Heard::Line(line) => *line,
                 Heard::Silence => {
                     let seconds = self.plan.patience.as_secs_f64();
-                    return End::Lost(
+                    return ChildEnd::Lost(
                         CaseStatus::Timeout,
                         format!("no word for {seconds} s; the process was ended"),
                         opened,
                     );
                 }
-                Heard::Cancelled => return End::Cancelled,
-                Heard::Gone(_) if device_gone => return End::DeviceGone,
-                Heard::Gone(how) => return End::Lost(CaseStatus::Crash, how, opened),
+                Heard::Cancelled => return ChildEnd::Cancelled,
+                Heard::Gone(_) if device_gone => return ChildEnd::DeviceGone,
+                Heard::Gone(how) => return ChildEnd::Lost(CaseStatus::Crash, how, opened),
             };
             if line != ChildMessage::Alive {
                 journal(&Record::Line { group: self.name.to_owned(), line: line.clone() });
             }
             match &line {
-                ChildMessage::End => return End::Complete,
+                ChildMessage::End => return ChildEnd::Complete,
                 ChildMessage::CannotOpen(reason) => {
                     let reason = format!("the device could not be opened: {reason}");
                     self.settle(CaseResult::new(self.name, CaseStatus::NotRun, reason), journal);
-                    return End::Complete;
+                    return ChildEnd::Complete;
                 }
                 ChildMessage::Opened(_) => opened = true,
                 ChildMessage::Case(result) => device_gone |= result.status.ends_the_device(),

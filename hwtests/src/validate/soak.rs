@@ -6,7 +6,7 @@ use super::case::{CaseResult, CaseStatus};
 use super::digest::sha256;
 use super::protocol::{ChildMessage, Settings};
 use crate::SuiteLevel;
-use crate::bench::{Bench, SubmitMode, Trouble};
+use crate::bench::{BenchError, ConformanceBench, SubmitMode};
 use crate::cases::{Case, TokenSpread};
 use crate::checked::checked;
 use crate::ids;
@@ -107,9 +107,9 @@ pub(crate) fn run(
     carried: Option<(Baseline, f64)>,
     clock: &mut dyn FnMut() -> f64,
     emit: &mut dyn FnMut(ChildMessage),
-) -> Result<(), Trouble> {
+) -> Result<(), BenchError> {
     let came = clock();
-    let bench = Bench { device, timeout: settings.batch_timeout() };
+    let bench = ConformanceBench { device, timeout: settings.batch_timeout() };
     let mut golden = golden_cases(device);
     let (baseline, before_s) = match carried {
         Some(carried) => carried,
@@ -191,39 +191,39 @@ fn digest(written: &[Vec<u8>]) -> String {
 
 /// Computes the golden results at the start, which must be within bounds and reproducible.
 fn first_golden(
-    bench: &Bench<'_>,
+    bench: &ConformanceBench<'_>,
     cases: &[(String, Case)],
     emit: &mut dyn FnMut(ChildMessage),
-) -> Result<BTreeMap<String, String>, Trouble> {
+) -> Result<BTreeMap<String, String>, BenchError> {
     let mut golden = BTreeMap::new();
     for (id, case) in cases {
         emit(ChildMessage::Alive);
         match checked(bench, &case.sig, &case.operands()) {
             Ok(checked) => drop(golden.insert(id.clone(), digest(&checked.done.written))),
-            Err(Trouble::Unsupported | Trouble::NotRun(_)) => {}
-            Err(Trouble::Failed(reason) | Trouble::OutOfBounds(reason, _)) => {
-                return Err(Trouble::Failed(format!("{id}: {reason}")));
+            Err(BenchError::Unsupported | BenchError::NotRun(_)) => {}
+            Err(BenchError::Failed(reason) | BenchError::OutOfBounds(reason, _)) => {
+                return Err(BenchError::Failed(format!("{id}: {reason}")));
             }
             Err(trouble) => return Err(trouble),
         }
     }
     if golden.is_empty() {
-        return Err(Trouble::NotRun("no operation can serve as a golden result".to_owned()));
+        return Err(BenchError::NotRun("no operation can serve as a golden result".to_owned()));
     }
     Ok(golden)
 }
 
 /// Returns the golden cases whose results have changed.
 fn again(
-    bench: &Bench<'_>,
+    bench: &ConformanceBench<'_>,
     cases: &[(String, Case)],
     golden: &BTreeMap<String, String>,
-) -> Result<Vec<String>, Trouble> {
+) -> Result<Vec<String>, BenchError> {
     let mut wrong = Vec::new();
     for (id, case) in cases {
         let same = match bench.execute(&case.sig, &case.operands(), SubmitMode::Submit) {
             Ok(done) => golden.get(id) == Some(&digest(&done.written)),
-            Err(Trouble::Failed(_) | Trouble::OutOfBounds(..)) => false,
+            Err(BenchError::Failed(_) | BenchError::OutOfBounds(..)) => false,
             Err(trouble) => return Err(trouble),
         };
         if !same {
@@ -243,10 +243,11 @@ fn calibrate(
     shapes: &[(u32, u32, u32)],
     timeout: Duration,
     emit: &mut dyn FnMut(ChildMessage),
-) -> Result<SoakLoad, Trouble> {
+) -> Result<SoakLoad, BenchError> {
     let dtypes = [DType::Bf16, DType::F16, DType::F32];
     let able = dtypes.into_iter().find(|&dtype| device.support(&gemm(shapes[0], dtype)) != Support::No);
-    let dtype = able.ok_or_else(|| Trouble::NotRun("the device has no GEMM to load it with".to_owned()))?;
+    let dtype =
+        able.ok_or_else(|| BenchError::NotRun("the device has no GEMM to load it with".to_owned()))?;
     let mut chosen = None;
     for &shape in shapes {
         if gemm(shape, dtype).operands().iter().any(|operand| {
@@ -273,7 +274,7 @@ fn calibrate(
             break;
         }
     }
-    chosen.ok_or_else(|| Trouble::NotRun("no load fits into an allocation of the device".to_owned()))
+    chosen.ok_or_else(|| BenchError::NotRun("no load fits into an allocation of the device".to_owned()))
 }
 
 /// A load bound to a device.
@@ -286,9 +287,9 @@ struct SoakRun<'a> {
 }
 
 impl<'a> SoakRun<'a> {
-    fn new(device: &'a dyn Device, load: &SoakLoad) -> Result<Self, Trouble> {
+    fn new(device: &'a dyn Device, load: &SoakLoad) -> Result<Self, BenchError> {
         let dtype = DType::FLOATS.into_iter().find(|dtype| dtype.to_string() == load.dtype);
-        let dtype = dtype.ok_or_else(|| Trouble::NotRun(format!("no dtype '{}'", load.dtype)))?;
+        let dtype = dtype.ok_or_else(|| BenchError::NotRun(format!("no dtype '{}'", load.dtype)))?;
         let sig = gemm(load.shape, dtype);
         let case = Case { sig, spread: TokenSpread::Even, seed: 5 };
         let mut args = Vec::new();
@@ -311,13 +312,13 @@ impl<'a> SoakRun<'a> {
     }
 
     /// Runs one batch and returns its seconds.
-    fn batch(&mut self, timeout: Duration) -> Result<f64, Trouble> {
+    fn batch(&mut self, timeout: Duration) -> Result<f64, BenchError> {
         let ticket = self.queue.submit(&self.cmds)?;
         Ok(self.queue.wait(ticket, timeout)?.time.0)
     }
 
     /// Returns the minimum of a few runs, so that other work does not make the load small.
-    fn best(&mut self, timeout: Duration) -> Result<f64, Trouble> {
+    fn best(&mut self, timeout: Duration) -> Result<f64, BenchError> {
         let mut best = f64::INFINITY;
         for _ in 0..3 {
             best = best.min(self.batch(timeout)?);
@@ -325,7 +326,7 @@ impl<'a> SoakRun<'a> {
         Ok(best)
     }
 
-    fn digest(&self) -> Result<String, Trouble> {
+    fn digest(&self) -> Result<String, BenchError> {
         let mut bytes = vec![0; to_usize(self.out.bytes)];
         self.device.read(&self.out, &mut bytes)?;
         Ok(sha256(&bytes))
@@ -333,13 +334,13 @@ impl<'a> SoakRun<'a> {
 
     fn phase(
         &mut self,
-        bench: &Bench<'_>,
+        bench: &ConformanceBench<'_>,
         phase: SoakPhase,
         first: &SoakLoad,
         phase_s: f64,
         clock: &mut dyn FnMut() -> f64,
         emit: &mut dyn FnMut(ChildMessage),
-    ) -> Result<SoakSample, Trouble> {
+    ) -> Result<SoakSample, BenchError> {
         let begin = clock();
         let (mut batches, mut busy_s, mut spoken, mut now) = (0u64, 0.0, begin, begin);
         while batches == 0 || now - begin < phase_s {
@@ -430,13 +431,15 @@ fn drift(id: &str, rates: &[f64]) -> CaseResult {
 }
 
 /// Returns the result of a soak that was cut short.
-pub(crate) fn broken(trouble: Trouble) -> CaseResult {
+pub(crate) fn broken(trouble: BenchError) -> CaseResult {
     let (status, reason) = match trouble {
-        Trouble::Unsupported => (CaseStatus::NotRun, "the device lacks an operation of the load".to_owned()),
-        Trouble::NotRun(reason) => (CaseStatus::NotRun, reason),
-        Trouble::Failed(reason) | Trouble::OutOfBounds(reason, _) => (CaseStatus::Fail, reason),
-        Trouble::Hung(reason) => (CaseStatus::Timeout, reason),
-        Trouble::Lost(reason) => (CaseStatus::DeviceLost, reason),
+        BenchError::Unsupported => {
+            (CaseStatus::NotRun, "the device lacks an operation of the load".to_owned())
+        }
+        BenchError::NotRun(reason) => (CaseStatus::NotRun, reason),
+        BenchError::Failed(reason) | BenchError::OutOfBounds(reason, _) => (CaseStatus::Fail, reason),
+        BenchError::Hung(reason) => (CaseStatus::Timeout, reason),
+        BenchError::Lost(reason) => (CaseStatus::DeviceLost, reason),
     };
     CaseResult::new("l5.soak", status, reason)
 }

@@ -61,12 +61,12 @@ const STDERR_KEPT: usize = 1000;
 
 /// The standard error of a child.
 #[derive(Default)]
-struct Said {
+struct StderrLines {
     first: String,
     last: String,
 }
 
-impl Said {
+impl StderrLines {
     fn add(&mut self, text: &str) {
         let room = STDERR_KEPT.saturating_sub(self.first.len());
         let cut = (0..=room.min(text.len())).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
@@ -84,11 +84,11 @@ impl Said {
     }
 }
 
-struct Process {
+struct SpawnedChild {
     child: Child,
     cancelled: Arc<AtomicBool>,
     lines: Receiver<String>,
-    stderr: Arc<Mutex<Said>>,
+    stderr: Arc<Mutex<StderrLines>>,
     listeners: Vec<JoinHandle<()>>,
 }
 
@@ -112,7 +112,7 @@ impl Start for Processes {
                 }
             }));
         }
-        let stderr = Arc::<Mutex<Said>>::default();
+        let stderr = Arc::<Mutex<StderrLines>>::default();
         if let Some(from) = child.stderr.take() {
             let kept = stderr.clone();
             listeners.push(std::thread::spawn(move || keep(from, &kept)));
@@ -122,11 +122,11 @@ impl Start for Processes {
             let _ = writeln!(input, "{}", serde_json::to_string(assignment)?);
         }
         let cancelled = self.cancelled.clone();
-        Ok(Box::new(Process { child, cancelled, lines, stderr, listeners }))
+        Ok(Box::new(SpawnedChild { child, cancelled, lines, stderr, listeners }))
     }
 }
 
-fn keep(mut from: impl Read, said: &Mutex<Said>) {
+fn keep(mut from: impl Read, said: &Mutex<StderrLines>) {
     let mut buffer = [0; 1024];
     while let Ok(bytes) = from.read(&mut buffer)
         && bytes > 0
@@ -136,7 +136,7 @@ fn keep(mut from: impl Read, said: &Mutex<Said>) {
     }
 }
 
-impl ChildProcess for Process {
+impl ChildProcess for SpawnedChild {
     fn next(&mut self, patience: Duration) -> Heard {
         let until = Instant::now() + patience;
         loop {
@@ -166,7 +166,7 @@ impl ChildProcess for Process {
     }
 }
 
-impl Drop for Process {
+impl Drop for SpawnedChild {
     fn drop(&mut self) {
         // both fail only for a child that is gone already
         let _ = self.child.kill();

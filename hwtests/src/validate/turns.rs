@@ -11,7 +11,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// Who works now.
 #[derive(Default)]
-struct AtWork {
+struct ActiveTurns {
     beside: u32,
     alone: bool,
     /// Those who wait to be alone, who go first: else they would wait for as long as others begin.
@@ -19,8 +19,8 @@ struct AtWork {
 }
 
 #[derive(Default)]
-struct Shared {
-    at_work: Mutex<AtWork>,
+struct TurnState {
+    at_work: Mutex<ActiveTurns>,
     changed: Condvar,
 }
 
@@ -28,19 +28,19 @@ struct Shared {
 /// those of no other device do.
 pub struct MeasuringTurns {
     inner: Box<dyn Start + Send>,
-    shared: Arc<Shared>,
+    shared: Arc<TurnState>,
     cancelled: Arc<AtomicBool>,
 }
 
 impl MeasuringTurns {
     /// Makes one for each of `starts`, which then take turns. No one waits once the run is cancelled.
     pub fn among(starts: Vec<Box<dyn Start + Send>>, cancelled: &Arc<AtomicBool>) -> Vec<MeasuringTurns> {
-        let shared = Arc::<Shared>::default();
+        let shared = Arc::<TurnState>::default();
         let one = |inner| MeasuringTurns { inner, shared: shared.clone(), cancelled: cancelled.clone() };
         starts.into_iter().map(one).collect()
     }
 
-    fn take(&self, alone: bool) -> Turn {
+    fn take(&self, alone: bool) -> DeviceTurn {
         let mut at_work = self.shared.at_work.lock().unwrap_or_else(PoisonError::into_inner);
         at_work.waiting += u32::from(alone);
         while !self.cancelled.load(Ordering::Relaxed) {
@@ -58,17 +58,17 @@ impl MeasuringTurns {
             at_work.beside += 1;
         }
         drop(at_work);
-        Turn { shared: self.shared.clone(), alone }
+        DeviceTurn { shared: self.shared.clone(), alone }
     }
 }
 
 /// A turn, which ends on drop.
-struct Turn {
-    shared: Arc<Shared>,
+struct DeviceTurn {
+    shared: Arc<TurnState>,
     alone: bool,
 }
 
-impl Drop for Turn {
+impl Drop for DeviceTurn {
     fn drop(&mut self) {
         let mut at_work = self.shared.at_work.lock().unwrap_or_else(PoisonError::into_inner);
         if self.alone {
@@ -84,7 +84,7 @@ impl Drop for Turn {
 /// A child and its turn, which ends after it.
 struct InTurn {
     child: Box<dyn ChildProcess>,
-    _turn: Turn,
+    _turn: DeviceTurn,
 }
 
 impl Start for MeasuringTurns {

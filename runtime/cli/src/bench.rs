@@ -17,7 +17,7 @@ use indicatif::ProgressBar;
 use load::{BenchLoad, BenchObjectives, LoadOutcome};
 use mixfleet_engines::EngineAddress;
 use mixfleet_report::files::write_whole;
-use mixfleet_report::html::{Cell, Html, page};
+use mixfleet_report::html::{Html, TableCell, page};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
@@ -262,9 +262,11 @@ impl BenchOutcome {
 
     fn html(&self) -> Html {
         let mut html = Html::default();
-        let rows: Vec<Vec<Cell>> = self
+        let rows: Vec<Vec<TableCell>> = self
             .rows()
-            .map(|[target, test, rate]| vec![Cell::text(target), Cell::text(test), Cell::number(rate)])
+            .map(|[target, test, rate]| {
+                vec![TableCell::text(target), TableCell::text(test), TableCell::number(rate)]
+            })
             .collect();
         if !rows.is_empty() {
             html.paragraph(
@@ -274,8 +276,10 @@ impl BenchOutcome {
         }
         for load in &self.loads {
             html.heading(2, &load.target);
-            let rows =
-                load.rows().into_iter().map(|[name, value]| vec![Cell::text(name), Cell::number(value)]);
+            let rows = load
+                .rows()
+                .into_iter()
+                .map(|[name, value]| vec![TableCell::text(name), TableCell::number(value)]);
             html.table(&["", "value"], &rows.collect::<Vec<_>>());
         }
         html

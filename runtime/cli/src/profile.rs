@@ -18,8 +18,8 @@ use mixfleet_hal::catalog::closest_names;
 use mixfleet_hal::{Device, DeviceKind, OpSig, cast};
 use mixfleet_hwtests::profile::compare::Comparison;
 use mixfleet_hwtests::profile::{
-    Group, PointResult, PointStatus, ProfileDocument, ProfileLevel, ProfileOptions, ProfileProgress, page,
-    run as measure,
+    PointGroup, PointResult, PointStatus, ProfileDocument, ProfileLevel, ProfileOptions, ProfileProgress,
+    page, run as measure,
 };
 use mixfleet_report::files::write_whole;
 use mixfleet_runtime::model::ModelConfig;
@@ -229,7 +229,7 @@ fn options(args: &MeasureArgs) -> Result<ProfileOptions> {
     for name in &options.only {
         let one = std::slice::from_ref(name);
         if mixfleet_hwtests::profile::plan(ProfileLevel::Full, PAGE_TOKENS, &options.model, one).is_empty() {
-            let parts: Vec<&str> = Group::ALL.iter().map(|group| group.name()).collect();
+            let parts: Vec<&str> = PointGroup::ALL.iter().map(|group| group.name()).collect();
             let near = closest_names(name, parts.iter().copied());
             let near =
                 if near.is_empty() { String::new() } else { format!("near it: {}; ", near.join(", ")) };

@@ -24,7 +24,8 @@ use clap::{Args, Subcommand};
 use examine::{Examination, Examined};
 use mixfleet_hal::catalog::closest_names;
 use mixfleet_hwtests::validate::{
-    MemoryAsked, PartFile, Plan, Processes, Settings, ValidationEffort, ValidationVerdict, child, groups,
+    MemoryAsked, PartFile, Processes, Settings, ValidationEffort, ValidationPlan, ValidationVerdict, child,
+    groups,
 };
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -213,7 +214,7 @@ fn read_part(file: &Path) -> Result<PartFile> {
     PartFile::parse(&text).map_err(|error| UsageError(format!("{}: {error}", file.display())).into())
 }
 
-fn plan(args: &RunArgs, device: &str, part: Option<&PartFile>) -> Result<Plan> {
+fn plan(args: &RunArgs, device: &str, part: Option<&PartFile>) -> Result<ValidationPlan> {
     let (effort, memory) = match args.full {
         true => (ValidationEffort::Full, MemoryAsked::Share(0.8)),
         false => (ValidationEffort::Quick, Settings::quick().memory),
@@ -230,10 +231,16 @@ fn plan(args: &RunArgs, device: &str, part: Option<&PartFile>) -> Result<Plan> {
     };
     // A case is a few batches.
     let patience = Duration::from_secs_f64(4.0 * args.timeout);
-    let plan = Plan { level: args.level, only: args.only.clone(), settings, patience, ..Plan::new(device) };
+    let plan = ValidationPlan {
+        level: args.level,
+        only: args.only.clone(),
+        settings,
+        patience,
+        ..ValidationPlan::new(device)
+    };
     if groups(&plan).is_empty() {
         let (only, level) = (args.only.join(","), args.level);
-        let all = groups(&Plan { only: Vec::new(), ..plan });
+        let all = groups(&ValidationPlan { only: Vec::new(), ..plan });
         let near = args.only.iter().flat_map(|name| closest_names(name, all.iter().map(String::as_str)));
         let near: Vec<&str> = near.collect();
         let near = if near.is_empty() { String::new() } else { format!("near it: {}; ", near.join(", ")) };

@@ -11,7 +11,7 @@
 //! assert!(body.as_str().contains("86.0 %"));
 //! ```
 
-use crate::html::{Cell, Drawing, Html, Tone, escape};
+use crate::html::{Drawing, Html, TableCell, Tone, escape};
 use crate::svg::shortened;
 use std::fmt::Write as _;
 
@@ -99,7 +99,8 @@ impl Bars<'_> {
             let _ = write!(svg, "<path class=\"roof\" stroke-dasharray=\"2 4\" d=\"M{x:.1},0 V{height}\"/>");
         }
         svg.push_str("</svg>");
-        let row = |row: &BarRow| vec![Cell::text(&row.name), Cell::number(&row.words).tone(row.tone)];
+        let row =
+            |row: &BarRow| vec![TableCell::text(&row.name), TableCell::number(&row.words).tone(row.tone)];
         Drawing {
             svg,
             label: self.label.to_owned(),

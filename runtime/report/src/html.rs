@@ -4,11 +4,11 @@
 //! [`page`] puts the frame and the style around it.
 //!
 //! ```
-//! use mixfleet_report::html::{Cell, Html, Tone, page};
+//! use mixfleet_report::html::{Html, TableCell, Tone, page};
 //! let mut body = Html::default();
 //! body.heading(2, "Results");
 //! body.table(&["case", "outcome", "error"], &[vec![
-//!     Cell::text("gemm <bf16>"), Cell::badge("pass", Tone::Good), Cell::number("0.31"),
+//!     TableCell::text("gemm <bf16>"), TableCell::badge("pass", Tone::Good), TableCell::number("0.31"),
 //! ]]);
 //! let text = page("conformance", "cpu", &body);
 //! assert!(text.contains("gemm &lt;bf16&gt;") && text.starts_with("<!doctype html>"));
@@ -47,7 +47,7 @@ impl Tone {
 
 /// One cell of a table.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Cell {
+pub struct TableCell {
     text: String,
     tone: Tone,
     number: bool,
@@ -55,30 +55,30 @@ pub struct Cell {
     link: Option<String>,
 }
 
-impl Cell {
+impl TableCell {
     /// Creates a cell of text.
-    pub fn text(text: impl Into<String>) -> Cell {
-        Cell { text: text.into(), tone: Tone::Plain, number: false, badge: false, link: None }
+    pub fn text(text: impl Into<String>) -> TableCell {
+        TableCell { text: text.into(), tone: Tone::Plain, number: false, badge: false, link: None }
     }
 
     /// Creates a cell with a formatted number, right-aligned with tabular digits.
-    pub fn number(text: impl Into<String>) -> Cell {
-        Cell { number: true, ..Cell::text(text) }
+    pub fn number(text: impl Into<String>) -> TableCell {
+        TableCell { number: true, ..TableCell::text(text) }
     }
 
     /// Creates a cell with a coloured badge.
-    pub fn badge(text: impl Into<String>, tone: Tone) -> Cell {
-        Cell { tone, badge: true, ..Cell::text(text) }
+    pub fn badge(text: impl Into<String>, tone: Tone) -> TableCell {
+        TableCell { tone, badge: true, ..TableCell::text(text) }
     }
 
     /// Creates a cell with a link to a file beside the page.
-    pub fn link(text: impl Into<String>, to: impl Into<String>) -> Cell {
-        Cell { link: Some(to.into()), ..Cell::text(text) }
+    pub fn link(text: impl Into<String>, to: impl Into<String>) -> TableCell {
+        TableCell { link: Some(to.into()), ..TableCell::text(text) }
     }
 
     /// Returns the cell in another colour.
-    pub fn tone(self, tone: Tone) -> Cell {
-        Cell { tone, ..self }
+    pub fn tone(self, tone: Tone) -> TableCell {
+        TableCell { tone, ..self }
     }
 }
 
@@ -92,7 +92,7 @@ pub struct Drawing {
     /// Header of the table of its numbers.
     pub header: Vec<String>,
     /// The numbers that it shows.
-    pub rows: Vec<Vec<Cell>>,
+    pub rows: Vec<Vec<TableCell>>,
 }
 
 /// Markup under construction.
@@ -147,7 +147,7 @@ impl Html {
     }
 
     /// Appends a table; rows may be shorter than the header.
-    pub fn table(&mut self, header: &[&str], rows: &[Vec<Cell>]) {
+    pub fn table(&mut self, header: &[&str], rows: &[Vec<TableCell>]) {
         self.begin_scroll("", &format!("table of {}", header.join(", ")));
         self.0.push_str("<table>\n<thead><tr>");
         for (column, name) in header.iter().enumerate() {
@@ -176,7 +176,7 @@ impl Html {
         );
     }
 
-    fn cell(&mut self, cell: &Cell) {
+    fn cell(&mut self, cell: &TableCell) {
         let (tone, text) = (cell.tone.class(), escape(&cell.text));
         let number = if cell.number { "number " } else { "" };
         let _ = if let Some(to) = &cell.link {
@@ -326,11 +326,11 @@ mod tests {
         body.paragraph(hostile);
         body.note(Tone::Warn, hostile);
         body.facts(&[(hostile, hostile)]);
-        body.table(&[hostile], &[vec![Cell::text(hostile), Cell::badge(hostile, Tone::Bad)]]);
+        body.table(&[hostile], &[vec![TableCell::text(hostile), TableCell::badge(hostile, Tone::Bad)]]);
         body.tiles(&[(hostile.into(), hostile.into(), hostile.into())]);
         body.begin_details(hostile, true);
         body.end_details();
-        let (header, rows) = (vec![hostile.to_owned()], vec![vec![Cell::text(hostile)]]);
+        let (header, rows) = (vec![hostile.to_owned()], vec![vec![TableCell::text(hostile)]]);
         body.figure(&Drawing { svg: "<svg></svg>".into(), label: hostile.into(), header, rows }, hostile);
         let text = page(hostile, hostile, &body);
         assert!(!text.contains("<script") && !text.contains("alert('") && !text.contains('\u{1}'));
@@ -348,7 +348,7 @@ mod tests {
     #[test]
     fn numbers_align_with_their_header() {
         let mut body = Html::default();
-        body.table(&["name", "us"], &[vec![Cell::text("a"), Cell::number("1").tone(Tone::Good)]]);
+        body.table(&["name", "us"], &[vec![TableCell::text("a"), TableCell::number("1").tone(Tone::Good)]]);
         assert!(body.as_str().contains("<th scope=\"col\" class=\"number\">us</th>"));
         assert!(body.as_str().contains("<td class=\"number good\">1</td>"));
     }

@@ -1,16 +1,16 @@
 //! Curves as inline SVG that follows the page's colours.
 //!
 //! ```
-//! use mixfleet_report::svg::{Axis, Chart, Limit, Mark, Scale, Series};
+//! use mixfleet_report::svg::{Chart, Limit, Mark, PlotAxis, Scale, Series};
 //! let load = Series { name: "load".into(), points: vec![(0.0, 0.2), (60.0, 1.4)], mark: Mark::Line };
-//! let x = Axis { label: "time in s", unit: "", scale: Scale::Linear };
-//! let y = Axis { label: "load", ..x };
+//! let x = PlotAxis { label: "time in s", unit: "", scale: Scale::Linear };
+//! let y = PlotAxis { label: "load", ..x };
 //! let chart = Chart { x, y, series: &[load], roof: &[], limits: &[Limit::Y(1.0, "objective")] };
 //! let drawing = chart.drawing().expect("there is something to draw");
 //! assert!(drawing.svg.starts_with("<svg") && drawing.svg.contains("objective"));
 //! ```
 
-use crate::html::{Cell, Drawing, Html, escape};
+use crate::html::{Drawing, Html, TableCell, escape};
 use crate::numbers::{scaled, size};
 use mixfleet_hal::cast::{to_i32, to_u32, to_u64, to_usize};
 use std::fmt::Write as _;
@@ -70,7 +70,7 @@ pub enum Scale {
 
 /// The label, unit and scale of an axis.
 #[derive(Clone, Copy, Debug)]
-pub struct Axis {
+pub struct PlotAxis {
     /// Label of the axis.
     pub label: &'static str,
     /// Unit, which gets an SI prefix as needed; `""` means plain numbers.
@@ -92,9 +92,9 @@ pub enum Limit {
 #[derive(Clone, Copy, Debug)]
 pub struct Chart<'a> {
     /// The horizontal axis.
-    pub x: Axis,
+    pub x: PlotAxis,
     /// The vertical axis.
-    pub y: Axis,
+    pub y: PlotAxis,
     /// The curves, each with its own colour.
     pub series: &'a [Series],
     /// A colourless curve below the others; may be empty.
@@ -104,7 +104,7 @@ pub struct Chart<'a> {
 }
 
 /// The range of an axis (of logarithms unless linear) and its position in the drawing.
-struct Span {
+struct AxisSpan {
     scale: Scale,
     low: f64,
     high: f64,
@@ -112,9 +112,9 @@ struct Span {
     to: f64,
 }
 
-impl Span {
+impl AxisSpan {
     /// Covers `values` with a small margin; `None` if none can be shown.
-    fn over(scale: Scale, values: impl Iterator<Item = f64>, from: f64, to: f64) -> Option<Span> {
+    fn over(scale: Scale, values: impl Iterator<Item = f64>, from: f64, to: f64) -> Option<AxisSpan> {
         let (low, high) = values
             .filter(|&value| shows(scale, value))
             .fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), v| (l.min(v), h.max(v)));
@@ -123,7 +123,7 @@ impl Span {
             Scale::Linear => (0.0, if high > 0.0 { high * 1.05 } else { 1.0 }),
             Scale::Decimal | Scale::Binary => ((low / 1.25).ln(), (high * 1.25).ln()),
         };
-        Some(Span { scale, low, high, from, to })
+        Some(AxisSpan { scale, low, high, from, to })
     }
 
     fn at(&self, value: f64) -> f64 {
@@ -182,8 +182,8 @@ impl Chart<'_> {
         let shown: Vec<Vec<(f64, f64)>> = series.iter().map(|s| self.shown(&s.points)).collect();
         let roof = self.shown(roof);
         let all = || shown.iter().flatten().chain(&roof);
-        let horizontal = Span::over(x.scale, all().map(|p| p.0), LEFT, WIDTH - RIGHT)?;
-        let vertical = Span::over(y.scale, all().map(|p| p.1), HEIGHT - BOTTOM, TOP)?;
+        let horizontal = AxisSpan::over(x.scale, all().map(|p| p.0), LEFT, WIDTH - RIGHT)?;
+        let vertical = AxisSpan::over(y.scale, all().map(|p| p.1), HEIGHT - BOTTOM, TOP)?;
         let legend = Legend::of(series);
         let label = format!("{} over {}", y.label, x.label);
         let mut svg = format!(
@@ -216,13 +216,13 @@ impl Chart<'_> {
         vec!["series".to_owned(), self.x.label.to_owned(), self.y.label.to_owned()]
     }
 
-    fn rows(&self, shown: &[Vec<(f64, f64)>]) -> Vec<Vec<Cell>> {
+    fn rows(&self, shown: &[Vec<(f64, f64)>]) -> Vec<Vec<TableCell>> {
         let mut rows = Vec::new();
         for (series, points) in self.series.iter().zip(shown) {
             rows.extend(told(points).map(|p| {
                 let numbers = [tick_text(self.x, p.0), tick_text(self.y, p.1)];
-                let mut row = vec![Cell::text(&series.name)];
-                row.extend(numbers.map(Cell::number));
+                let mut row = vec![TableCell::text(&series.name)];
+                row.extend(numbers.map(TableCell::number));
                 row
             }));
         }
@@ -235,7 +235,7 @@ impl Chart<'_> {
         svg: &mut String,
         (i, series): (usize, &Series),
         points: &[(f64, f64)],
-        (horizontal, vertical): (&Span, &Span),
+        (horizontal, vertical): (&AxisSpan, &AxisSpan),
     ) {
         let (colour, name) = (colour(i), escape(&series.name));
         if series.mark != Mark::Dots && points.len() > 1 {
@@ -363,13 +363,13 @@ pub(crate) fn shortened(name: &str, room: usize) -> String {
     name.chars().take(room.saturating_sub(1)).chain(['…']).collect()
 }
 
-fn path(points: &[(f64, f64)], horizontal: &Span, vertical: &Span) -> String {
+fn path(points: &[(f64, f64)], horizontal: &AxisSpan, vertical: &AxisSpan) -> String {
     let place = |p: &(f64, f64)| format!("{:.1},{:.1}", horizontal.at(p.0), vertical.at(p.1));
     points.iter().map(place).collect::<Vec<_>>().join(" ")
 }
 
 /// Draws a limit if it lies inside.
-fn line(svg: &mut String, limit: Limit, horizontal: &Span, vertical: &Span) {
+fn line(svg: &mut String, limit: Limit, horizontal: &AxisSpan, vertical: &AxisSpan) {
     let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
     let (at, name) = match limit {
         Limit::X(x, name) if horizontal.contains(x) => {
@@ -391,7 +391,7 @@ fn line(svg: &mut String, limit: Limit, horizontal: &Span, vertical: &Span) {
     let _ = write!(svg, "<text x=\"{:.1}\" y=\"{:.1}\">{}</text>", at.0, at.1, escape(name));
 }
 
-fn axes(svg: &mut String, (x, horizontal): (Axis, &Span), (y, vertical): (Axis, &Span)) {
+fn axes(svg: &mut String, (x, horizontal): (PlotAxis, &AxisSpan), (y, vertical): (PlotAxis, &AxisSpan)) {
     let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
     for tick in horizontal.ticks() {
         let at = horizontal.at(tick);
@@ -430,7 +430,7 @@ fn axes(svg: &mut String, (x, horizontal): (Axis, &Span), (y, vertical): (Axis, 
     );
 }
 
-fn tick_text(axis: Axis, value: f64) -> String {
+fn tick_text(axis: PlotAxis, value: f64) -> String {
     if axis.scale == Scale::Binary && axis.unit == "B" {
         return size(to_u64(value.round()));
     }
@@ -445,11 +445,11 @@ fn tick_text(axis: Axis, value: f64) -> String {
 mod tests {
     use super::*;
 
-    const BYTES: Axis = Axis { label: "working set", unit: "B", scale: Scale::Binary };
-    const RATE: Axis = Axis { label: "rate", unit: "B/s", scale: Scale::Decimal };
-    const TIME: Axis = Axis { label: "time", unit: "", scale: Scale::Linear };
+    const BYTES: PlotAxis = PlotAxis { label: "working set", unit: "B", scale: Scale::Binary };
+    const RATE: PlotAxis = PlotAxis { label: "rate", unit: "B/s", scale: Scale::Decimal };
+    const TIME: PlotAxis = PlotAxis { label: "time", unit: "", scale: Scale::Linear };
 
-    fn chart(x: Axis, y: Axis, series: &[Series], limits: &[Limit]) -> String {
+    fn chart(x: PlotAxis, y: PlotAxis, series: &[Series], limits: &[Limit]) -> String {
         let drawing = Chart { x, y, series, roof: &[], limits }.drawing();
         drawing.map(|drawing| drawing.svg).unwrap_or_default()
     }

@@ -3,7 +3,7 @@
 use super::{Driver, LONG, counts, in_children, with_fake_driver};
 use mixfleet_hal::{DType, OpSig};
 use mixfleet_hwtests::cases::{Case, TokenSpread};
-use mixfleet_hwtests::{CheckOutcome, Entry, attempt};
+use mixfleet_hwtests::{CheckOutcome, SuiteEntry, attempt};
 
 /// Shapes that go to cuBLASLt, and rows alone, which do not.
 #[test]
@@ -14,7 +14,7 @@ fn large_products_conform() {
             for (bias, accumulate) in [(false, false), (x == out, false), (false, true), (x == out, true)] {
                 let sig = OpSig::Gemm { m: 24, n: 48, k: 64, x, weight: x, out, bias, accumulate };
                 let case = Case { sig, spread: TokenSpread::Even, seed: 3 };
-                let report = attempt(&*device, &Entry { name: "gemm", case: Some(case) }, LONG);
+                let report = attempt(&*device, &SuiteEntry { name: "gemm", case: Some(case) }, LONG);
                 assert_eq!(report.outcome, CheckOutcome::Pass, "{sig:?}");
             }
         }
@@ -40,7 +40,7 @@ fn large_products_avoid_the_slow_kernel() {
                 let case = Case { sig, spread: TokenSpread::Even, seed: 3 };
                 let products = || counts::count(&counts::calls("libcublasLt.so.13"), "cublasLtMatmul");
                 let before = products();
-                let report = attempt(&*device, &Entry { name: "gemm", case: Some(case) }, LONG);
+                let report = attempt(&*device, &SuiteEntry { name: "gemm", case: Some(case) }, LONG);
                 assert_eq!(report.outcome, CheckOutcome::Pass, "{sig:?}");
                 // the sum of an f8 bias and what is there need not be a bf16
                 let by_blas = by_blas && (out == F32 || !accumulate);
@@ -87,7 +87,7 @@ fn a_cublaslt_that_does_not_start_leaves_a_device_that_works() {
         let x = DType::Bf16;
         let sig = OpSig::Gemm { m: 37, n: 48, k: 64, x, weight: x, out: x, bias: true, accumulate: false };
         let case = Case { sig, spread: TokenSpread::Even, seed: 3 };
-        let report = attempt(&*device, &Entry { name: "gemm", case: Some(case) }, LONG);
+        let report = attempt(&*device, &SuiteEntry { name: "gemm", case: Some(case) }, LONG);
         assert_eq!(report.outcome, CheckOutcome::Pass);
     });
 }

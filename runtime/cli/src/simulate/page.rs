@@ -5,8 +5,8 @@ use super::history::{History, Point, Quantity};
 use super::subject::Simulated;
 use super::table::{NONE, per_million, used};
 use crate::trace_file::clock;
-use mixfleet_report::html::{Cell, Html, Tone};
-use mixfleet_report::svg::{Axis, Chart, DISTINCT_MAX, Limit, Mark, Scale, Series};
+use mixfleet_report::html::{Html, TableCell, Tone};
+use mixfleet_report::svg::{Chart, DISTINCT_MAX, Limit, Mark, PlotAxis, Scale, Series};
 use mixfleet_sim::bottleneck::Bottleneck;
 use mixfleet_sim::simulate::{Distribution, Quantiles, Results, Setup};
 
@@ -71,13 +71,13 @@ fn tiles(body: &mut Html, subject: &Subject<'_>) {
 }
 
 /// A unit in which a run's times are short numbers: its length in seconds, and the axis.
-fn time_axis(ended_s: f64) -> (f64, Axis) {
+fn time_axis(ended_s: f64) -> (f64, PlotAxis) {
     let (unit_s, label) = match ended_s {
         s if s <= 600.0 => (1.0, "time in s"),
         s if s <= 36_000.0 => (60.0, "time in min"),
         _ => (3600.0, "time in h"),
     };
-    (unit_s, Axis { label, unit: "", scale: Scale::Linear })
+    (unit_s, PlotAxis { label, unit: "", scale: Scale::Linear })
 }
 
 /// What a curve shows of each pool: a word before the pool's name, and the value.
@@ -157,7 +157,7 @@ fn figure(
         0 => String::new(),
         some => format!(" The {some} lowest curves are left out."),
     };
-    let y = Axis { label, unit: "", scale: Scale::Linear };
+    let y = PlotAxis { label, unit: "", scale: Scale::Linear };
     Chart { x, y, series: &series, roof: &[], limits }.draw(body, &format!("{caption}{left_out}"));
 }
 
@@ -181,15 +181,15 @@ fn rates(body: &mut Html, subject: &Subject<'_>) {
         curve("rejected", &fleet(Quantity::Rejected)),
         curve("dropped", &sum(Quantity::Dropped)),
     ];
-    let y = Axis { label: "requests per second", unit: "", scale: Scale::Linear };
+    let y = PlotAxis { label: "requests per second", unit: "", scale: Scale::Linear };
     let chart = Chart { x, y, series: &series, roof: &[], limits: &[] };
     chart.draw(body, "Requests per second, whole fleet.");
 }
 
 fn latencies(body: &mut Html, subject: &Subject<'_>) {
     let (slo, history) = (subject.setup.slo, subject.history);
-    let x = |label| Axis { label, unit: "s", scale: Scale::Decimal };
-    let y = Axis { label: "share of requests", unit: "", scale: Scale::Linear };
+    let x = |label| PlotAxis { label, unit: "s", scale: Scale::Decimal };
+    let y = PlotAxis { label: "share of requests", unit: "", scale: Scale::Linear };
     let to_end = [cumulative("TTFT", &history.ttft_s), cumulative("last token", &history.e2e_s)];
     let limits = [Limit::X(slo.ttft_s, "objective for TTFT")];
     let chart = Chart { x: x("time since arrival"), y, series: &to_end, roof: &[], limits: &limits };
@@ -203,9 +203,10 @@ fn latencies(body: &mut Html, subject: &Subject<'_>) {
     );
     let r = subject.results;
     let row = |name: &str, d: &Distribution| {
-        let seconds =
-            |value: f64| Cell::number(if d.count == 0 { NONE.to_owned() } else { format!("{value:.4}") });
-        vec![Cell::text(name), seconds(d.mean), seconds(d.p50), seconds(d.p90), seconds(d.p99)]
+        let seconds = |value: f64| {
+            TableCell::number(if d.count == 0 { NONE.to_owned() } else { format!("{value:.4}") })
+        };
+        vec![TableCell::text(name), seconds(d.mean), seconds(d.p50), seconds(d.p90), seconds(d.p99)]
     };
     let rows =
         [row("TTFT", &r.ttft_s), row("TPOT", &r.tpot_s), row("TBT", &r.tbt_s), row("last token", &r.e2e_s)];
@@ -229,9 +230,13 @@ fn requests(body: &mut Html, r: &Results) {
     }
     let share = |count: u64| format!("{:.2} %", 100.0 * count as f64 / r.requests.max(1) as f64);
     let row = |(what, count, tone): &(String, u64, Tone)| {
-        vec![Cell::text(what).tone(*tone), Cell::number(count.to_string()), Cell::number(share(*count))]
+        vec![
+            TableCell::text(what).tone(*tone),
+            TableCell::number(count.to_string()),
+            TableCell::number(share(*count)),
+        ]
     };
-    let rows: Vec<Vec<Cell>> = rows.iter().map(row).collect();
+    let rows: Vec<Vec<TableCell>> = rows.iter().map(row).collect();
     body.table(&["requests", "count", "of all"], &rows);
     let from = r.prefix_hit_from;
     let sources = [
@@ -241,7 +246,7 @@ fn requests(body: &mut Html, r: &Results) {
         ("another instance", from.pulled),
     ];
     let row = |(source, share): &(&str, f64)| {
-        vec![Cell::text(*source), Cell::number(format!("{:.2} %", 100.0 * share))]
+        vec![TableCell::text(*source), TableCell::number(format!("{:.2} %", 100.0 * share))]
     };
     body.table(&["prefix found on", "of prompt tokens"], &sources.iter().map(row).collect::<Vec<_>>());
     if r.prefill_wasted_s > 0.0 {
@@ -255,22 +260,22 @@ fn requests(body: &mut Html, r: &Results) {
 
 fn pools(body: &mut Html, subject: &Subject<'_>) {
     let r = subject.results;
-    let number = |value: f64, digits: usize| Cell::number(format!("{value:.digits$}"));
-    let rows: Vec<Vec<Cell>> = r
+    let number = |value: f64, digits: usize| TableCell::number(format!("{value:.digits$}"));
+    let rows: Vec<Vec<TableCell>> = r
         .pools
         .iter()
         .zip(&subject.simulated.pools)
         .map(|(pool, rented)| {
             vec![
-                Cell::text(&pool.name),
-                Cell::text(rented.text()),
+                TableCell::text(&pool.name),
+                TableCell::text(rented.text()),
                 number(100.0 * pool.utilisation, 1),
                 number(pool.prefill_device_s, 0),
                 number(pool.decode_device_s, 0),
-                Cell::text(used(&pool.used)),
+                TableCell::text(used(&pool.used)),
                 number(pool.usd_rent, 2),
                 number(pool.usd_busy, 2),
-                Cell::text(pool.basis.text()),
+                TableCell::text(pool.basis.text()),
             ]
         })
         .collect();
@@ -290,8 +295,8 @@ fn pools(body: &mut Html, subject: &Subject<'_>) {
         one_more(body, additions);
     }
     if !r.kv_bytes_moved.is_empty() {
-        let row = |(link, bytes): (&String, &f64)| vec![Cell::text(link), number(bytes / 1e9, 1)];
-        let rows: Vec<Vec<Cell>> = r.kv_bytes_moved.iter().map(row).collect();
+        let row = |(link, bytes): (&String, &f64)| vec![TableCell::text(link), number(bytes / 1e9, 1)];
+        let rows: Vec<Vec<TableCell>> = r.kv_bytes_moved.iter().map(row).collect();
         body.table(&["KV moved", "GB"], &rows);
     }
 }
@@ -299,17 +304,17 @@ fn pools(body: &mut Html, subject: &Subject<'_>) {
 fn one_more(body: &mut Html, additions: &Additions) {
     let row = |addition: &Addition| {
         let times = |d: &Distribution| {
-            Cell::number(if d.count == 0 { NONE.to_owned() } else { format!("{:.4}", d.p90) })
+            TableCell::number(if d.count == 0 { NONE.to_owned() } else { format!("{:.4}", d.p90) })
         };
         vec![
-            Cell::text(&addition.pool),
-            Cell::text(addition.rent()),
-            Cell::number(format!("{:.2}", 100.0 * addition.slo_attainment)),
+            TableCell::text(&addition.pool),
+            TableCell::text(addition.rent()),
+            TableCell::number(format!("{:.2}", 100.0 * addition.slo_attainment)),
             times(&addition.ttft_s),
             times(&addition.tbt_s),
         ]
     };
-    let rows: Vec<Vec<Cell>> = additions.each.iter().map(row).collect();
+    let rows: Vec<Vec<TableCell>> = additions.each.iter().map(row).collect();
     body.table(&["one more of", "rent", "% within the SLO", "TTFT p90 s", "TBT p90 s"], &rows);
     body.paragraph(&format!("Best addition: {}.", additions.best()));
 }

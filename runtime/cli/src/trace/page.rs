@@ -2,8 +2,8 @@
 
 use super::stats::repairs;
 use mixfleet_report::bars::{BarRow, Bars};
-use mixfleet_report::html::{Cell, Html, Tone};
-use mixfleet_report::svg::{Axis, Chart, Limit, Mark, Scale, Series};
+use mixfleet_report::html::{Html, TableCell, Tone};
+use mixfleet_report::svg::{Chart, Limit, Mark, PlotAxis, Scale, Series};
 use mixfleet_sim::trace::stats::{HitRates, Lengths, Stats};
 
 /// Renders the page.
@@ -36,8 +36,8 @@ fn lengths(body: &mut Html, stats: &Stats) {
     let both = [("prompt", stats.input_tokens), ("answer", stats.output_tokens)];
     let row = |(what, lengths): &(&str, Lengths)| {
         let Lengths { mean, p50, p90, p99, max } = *lengths;
-        let mut row = vec![Cell::text(*what), Cell::number(format!("{mean:.1}"))];
-        row.extend([p50, p90, p99, max].map(|tokens| Cell::number(tokens.to_string())));
+        let mut row = vec![TableCell::text(*what), TableCell::number(format!("{mean:.1}"))];
+        row.extend([p50, p90, p99, max].map(|tokens| TableCell::number(tokens.to_string())));
         row
     };
     body.table(&["tokens", "mean", "p50", "p90", "p99", "max"], &both.iter().map(row).collect::<Vec<_>>());
@@ -63,9 +63,9 @@ fn hits(body: &mut Html, stats: &Stats) {
         "{} blocks of {block_tokens} tokens, {} distinct.",
         blocks.references, blocks.distinct
     ));
-    let percent = |share: f64| Cell::number(format!("{:.2}", share * 100.0));
+    let percent = |share: f64| TableCell::number(format!("{:.2}", share * 100.0));
     let row = |policy: &str, capacity: String, rates: HitRates| {
-        vec![Cell::text(policy), Cell::number(capacity), percent(rates.block), percent(rates.token)]
+        vec![TableCell::text(policy), TableCell::number(capacity), percent(rates.block), percent(rates.token)]
     };
     let mut rows = vec![row("infinite", String::new(), hit.infinite)];
     let mut series = Vec::new();
@@ -75,8 +75,8 @@ fn hits(body: &mut Html, stats: &Stats) {
         let points = caches.iter().map(|(&capacity, rates)| (capacity as f64, rates.token)).collect();
         series.push(Series { name: policy.to_owned(), points, mark: Mark::Both });
     }
-    let x = Axis { label: "blocks of a cache", unit: "", scale: Scale::Decimal };
-    let y = Axis { label: "share of prompt tokens", unit: "", scale: Scale::Linear };
+    let x = PlotAxis { label: "blocks of a cache", unit: "", scale: Scale::Decimal };
+    let y = PlotAxis { label: "share of prompt tokens", unit: "", scale: Scale::Linear };
     let limits = [Limit::Y(hit.infinite.token, "an infinite cache")];
     Chart { x, y, series: &series, roof: &[], limits: &limits }
         .draw(body, "Share of the tokens of prompts that a cache of this size holds, by what it evicts.");

@@ -9,7 +9,7 @@ use crate::screen;
 use anyhow::{Context, Result, bail};
 use mixfleet_hwtests::validate::{MeasuringTurns, Processes, Start, Validation, ValidationVerdict};
 use mixfleet_report::files::write_whole;
-use mixfleet_report::html::{Cell, Html, Tone, page};
+use mixfleet_report::html::{Html, TableCell, Tone, page};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -159,15 +159,15 @@ fn summary_page(rows: &[Row], began_at: &str) -> String {
         };
         let folder = row.folder.file_name().unwrap_or_default().to_string_lossy();
         let report = match row.outcome {
-            Ok(_) => Cell::link("report", format!("{folder}/report.html")),
-            Err(_) => Cell::text("none"),
+            Ok(_) => TableCell::link("report", format!("{folder}/report.html")),
+            Err(_) => TableCell::text("none"),
         };
         vec![
-            Cell::text(&row.device),
-            Cell::text(row.name()),
-            Cell::badge(row.verdict(), tone),
+            TableCell::text(&row.device),
+            TableCell::text(row.name()),
+            TableCell::badge(row.verdict(), tone),
             report,
-            Cell::text(row.remark()),
+            TableCell::text(row.remark()),
         ]
     };
     body.table(

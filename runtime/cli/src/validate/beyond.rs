@@ -4,7 +4,7 @@ use super::serving;
 use crate::links;
 use mixfleet_hal::Device;
 use mixfleet_hal::transport::RemoteAccess;
-use mixfleet_hwtests::links::check::{self, Ends};
+use mixfleet_hwtests::links::check::{self, TransportEnds};
 use mixfleet_hwtests::links::{Far, LinkEffort, LinkRate, OnDevice, OverTransport, measure};
 use mixfleet_hwtests::validate::protocol::Assignment;
 use mixfleet_hwtests::validate::{CaseResult, CaseStatus};
@@ -45,7 +45,7 @@ fn transport(name: &str, group: &str, wanted: &dyn Fn(&str) -> bool, emit: &mut 
             return check::cases(group).chain([rate]).filter(|id| wanted(id)).map(absent).for_each(emit);
         }
     };
-    let ends = Ends { owner: &*transport, user: &*transport, make: &links::memory };
+    let ends = TransportEnds { owner: &*transport, user: &*transport, make: &links::memory };
     check::run(&ends, group, wanted, emit);
     if wanted(&rate) {
         emit(judged(rate, || {

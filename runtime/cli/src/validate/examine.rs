@@ -10,7 +10,7 @@ use crate::{backends, built};
 use anyhow::{Context, Result};
 use mixfleet_hal::DeviceInfo;
 use mixfleet_hwtests::validate::{
-    CaseStatus, Environment, PartFile, Plan, Record, Start, Validation, groups, package, runner,
+    CaseStatus, Environment, PartFile, Record, Start, Validation, ValidationPlan, groups, package, runner,
 };
 use std::path::{Path, PathBuf};
 
@@ -26,7 +26,7 @@ pub(super) struct Examination<'a> {
 
 /// A device that was looked at.
 pub(super) struct Looked {
-    pub(super) plan: Plan,
+    pub(super) plan: ValidationPlan,
     /// None if it did not open.
     pub(super) info: Option<DeviceInfo>,
 }
@@ -39,8 +39,8 @@ pub(super) struct Examined {
 
 impl Examination<'_> {
     /// Opens the device in a child first, so that a driver that crashes does not end this process.
-    pub(super) fn look(&self, mut plan: Plan, start: &dyn Start) -> Result<Looked> {
-        let identity = Plan { level: 0, only: vec!["l0.identity".to_owned()], ..plan.clone() };
+    pub(super) fn look(&self, mut plan: ValidationPlan, start: &dyn Start) -> Result<Looked> {
+        let identity = ValidationPlan { level: 0, only: vec!["l0.identity".to_owned()], ..plan.clone() };
         let looked = runner::run(&identity, start, &[], &mut |_| {});
         if let (None, [case]) = (&looked.device, &looked.cases[..])
             && case.status == CaseStatus::NotRun

@@ -3,7 +3,7 @@
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hwtests::validate::protocol::ChildMessage;
-use mixfleet_hwtests::validate::{CaseStatus, Plan, Record, cases_of, groups};
+use mixfleet_hwtests::validate::{CaseStatus, Record, ValidationPlan, cases_of, groups};
 use std::cell::Cell;
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
@@ -39,7 +39,7 @@ fn under_way(id: &str, ended: u32, of: Option<u32>, elapsed: Duration) -> String
 impl Bar {
     /// Shows the progress of a plan: by a bar on a terminal, by lines elsewhere and for one of several
     /// devices.
-    pub(super) fn new(plan: &Plan, one_of_several: bool) -> Bar {
+    pub(super) fn new(plan: &ValidationPlan, one_of_several: bool) -> Bar {
         let drawn = std::io::stderr().is_terminal() && !one_of_several;
         let bar = if drawn { ProgressBar::new(groups(plan).len() as u64) } else { ProgressBar::hidden() };
         let name = if one_of_several { format!("{}: ", plan.device) } else { String::new() };
@@ -100,10 +100,10 @@ mod tests {
 
     #[test]
     fn the_number_of_cases_is_known_before_they_run() {
-        let named = |only: &[&str]| Plan {
+        let named = |only: &[&str]| ValidationPlan {
             level: 3,
             only: only.iter().map(|name| (*name).to_owned()).collect(),
-            ..Plan::new("cpu")
+            ..ValidationPlan::new("cpu")
         };
         assert_eq!(cases_of(&named(&["l3.memory_read.4MiB"]), "l3.profile"), Some(1));
         assert!(cases_of(&named(&[]), "l3.profile") > cases_of(&named(&["l3.memory_read"]), "l3.profile"));

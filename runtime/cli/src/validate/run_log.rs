@@ -5,12 +5,12 @@ use crate::failure::UsageError;
 use anyhow::{Context, Result, bail};
 use mixfleet_hwtests::validate::package::JOURNAL;
 use mixfleet_hwtests::validate::runner::header;
-use mixfleet_hwtests::validate::{Plan, Record};
+use mixfleet_hwtests::validate::{Record, ValidationPlan};
 use std::io::Write;
 use std::path::Path;
 
 /// The log of the run that is resumed; empty for a new run.
-pub(super) fn earlier(args: &RunArgs, plan: &Plan) -> Result<Vec<Record>> {
+pub(super) fn earlier(args: &RunArgs, plan: &ValidationPlan) -> Result<Vec<Record>> {
     let Some(folder) = &args.out else { return Ok(Vec::new()) };
     let file = folder.join(JOURNAL);
     if !args.resume {
@@ -50,7 +50,7 @@ pub(super) struct RunLog {
 }
 
 impl RunLog {
-    pub(super) fn open(folder: Option<&Path>, plan: &Plan, fresh: bool) -> Result<RunLog> {
+    pub(super) fn open(folder: Option<&Path>, plan: &ValidationPlan, fresh: bool) -> Result<RunLog> {
         let Some(folder) = folder else { return Ok(RunLog { file: None, error: None }) };
         std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
         let path = folder.join(JOURNAL);

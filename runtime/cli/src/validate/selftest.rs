@@ -8,7 +8,7 @@ use mixfleet_hal::Device;
 use mixfleet_hal::fault::{Fault, FaultPlan};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_hwtests::validate::detect::TABLE_HEADER;
-use mixfleet_hwtests::validate::{Detection, FaultyTrial, Trial, detect};
+use mixfleet_hwtests::validate::{Detection, DetectionTrial, FaultyTrial, detect};
 use mixfleet_simulated::FaultyDevice;
 use serde_json::json;
 use std::io::{IsTerminal, Write};
@@ -23,7 +23,7 @@ pub(crate) fn run(device: Option<&str>, json: bool) -> Result<()> {
         }
         None => Arc::new(ReferenceDevice::default()),
     };
-    let trial = Trial::thorough();
+    let trial = DetectionTrial::thorough();
     let mut out = std::io::stdout().lock();
     if !json {
         writeln!(out, "{} ({}), {} seeded plans per cell", base.info().id, base.info().name, trial.seeds)?;

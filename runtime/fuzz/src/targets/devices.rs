@@ -2,7 +2,7 @@
 
 use super::refused;
 use mixfleet_hal::op::OpSig;
-use mixfleet_hwtests::profile::{Work, measured};
+use mixfleet_hwtests::profile::{WorkItem, measured};
 use mixfleet_hwtests::validate::part::PartFile;
 use std::sync::LazyLock;
 
@@ -14,8 +14,8 @@ static OPERATIONS: LazyLock<Vec<OpSig>> = LazyLock::new(|| {
         "rms_norm.bf16.t1.h64",
         "rms_norm.f32.t4096.h4096",
     ];
-    let operation = |name: &str| match Work::parse(name, 16) {
-        Some(Work::Op(operation)) => operation,
+    let operation = |name: &str| match WorkItem::parse(name, 16) {
+        Some(WorkItem::Op(operation)) => operation,
         _ => panic!("{name} is no operation"),
     };
     names.map(operation).into()

@@ -4,7 +4,7 @@ use super::table::{DTYPES, cost_row, rate, significant, words};
 use crate::compare::comparison::PartsComparison;
 use mixfleet_hal::units::GB;
 use mixfleet_report::bars::{BarRow, Bars};
-use mixfleet_report::html::{Cell, Html, Tone};
+use mixfleet_report::html::{Html, TableCell, Tone};
 use mixfleet_scheduler::classes::{Classified, Job};
 
 /// Bars of a chart: those of the cheapest parts; the table has all.
@@ -95,11 +95,13 @@ fn costs(body: &mut Html, comparison: &PartsComparison) {
     for (at, (device, compared)) in comparison.classified.iter().zip(&comparison.devices).enumerate() {
         let likely = comparison.likely(at);
         let rent = device.price.map_or_else(|| "-".into(), |price| format!("{:.2}", price.0));
-        let mut row = vec![Cell::text(&device.name), Cell::number(rent)];
-        row.extend(cost_row(device).map(Cell::number));
+        let mut row = vec![TableCell::text(&device.name), TableCell::number(rent)];
+        row.extend(cost_row(device).map(TableCell::number));
         let tone = if comparison.is_in_doubt(at) { Tone::Warn } else { Tone::Plain };
-        row.push(Cell::number(likely).tone(tone));
-        row.push(Cell::text(compared.price.as_ref().map_or("no offer known", |price| price.basis.as_str())));
+        row.push(TableCell::number(likely).tone(tone));
+        row.push(TableCell::text(
+            compared.price.as_ref().map_or("no offer known", |price| price.basis.as_str()),
+        ));
         rows.push(row);
     }
     let head = [
@@ -126,10 +128,10 @@ fn per_dollar(body: &mut Html, comparison: &PartsComparison) {
     let mut rows = Vec::new();
     for device in &comparison.devices {
         for line in device.per_dollar() {
-            let mut row = vec![Cell::text(&device.name), Cell::text(line.origin)];
-            row.extend(DTYPES.map(|dtype| Cell::number(rate(&line, dtype))));
-            row.push(Cell::number(format!("{:.0}", line.bytes_per_second / GB)));
-            row.push(Cell::number(format!("{:.1}", line.bytes / GB)));
+            let mut row = vec![TableCell::text(&device.name), TableCell::text(line.origin)];
+            row.extend(DTYPES.map(|dtype| TableCell::number(rate(&line, dtype))));
+            row.push(TableCell::number(format!("{:.0}", line.bytes_per_second / GB)));
+            row.push(TableCell::number(format!("{:.1}", line.bytes / GB)));
             rows.push(row);
         }
     }

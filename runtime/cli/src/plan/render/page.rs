@@ -5,8 +5,8 @@ use super::document::usd_per_million;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_planner::found::ProvenFleet;
 use mixfleet_planner::prices::{PricedFleet, price_map};
-use mixfleet_report::html::{Cell, Html};
-use mixfleet_report::svg::{Axis, Chart, Limit, Mark, Scale, Series};
+use mixfleet_report::html::{Html, TableCell};
+use mixfleet_report::svg::{Chart, Limit, Mark, PlotAxis, Scale, Series};
 use mixfleet_scheduler::plan::market::{FormedFleet, Market, PlannedPool};
 use mixfleet_sim::bottleneck::Bottleneck;
 use mixfleet_sim::fleet_file::role_of;
@@ -38,22 +38,22 @@ pub(in crate::plan) fn page(planned: &Planned<'_>, market: &Market) -> String {
 }
 
 fn fleets(body: &mut Html, planned: &Planned<'_>) {
-    let rows: Vec<Vec<Cell>> = (1..)
+    let rows: Vec<Vec<TableCell>> = (1..)
         .zip(&planned.outcome.fleets)
         .map(|(number, fleet): (u32, _)| {
             let [input, output] = usd_per_million(planned, fleet);
             let [load, times] = fleet.stress.slack(planned.args.attain);
             vec![
-                Cell::number(number.to_string()),
-                Cell::number(format!("{:.2}", fleet.usd_per_hour)),
-                Cell::number(format!("{input:.3}")),
-                Cell::number(format!("{output:.3}")),
-                Cell::number(format!("{:.2}", 100.0 * fleet.trial.attained)),
-                Cell::text(format!("{load:.2}/{times:.2}")),
-                Cell::text(
+                TableCell::number(number.to_string()),
+                TableCell::number(format!("{:.2}", fleet.usd_per_hour)),
+                TableCell::number(format!("{input:.3}")),
+                TableCell::number(format!("{output:.3}")),
+                TableCell::number(format!("{:.2}", 100.0 * fleet.trial.attained)),
+                TableCell::text(format!("{load:.2}/{times:.2}")),
+                TableCell::text(
                     Bottleneck::of(&fleet.trial.results).map_or_else(|| "-".into(), |found| found.text()),
                 ),
-                Cell::text(planned.words(&fleet.pools, fleet.stored)),
+                TableCell::text(planned.words(&fleet.pools, fleet.stored)),
             ]
         })
         .collect();
@@ -63,11 +63,11 @@ fn fleets(body: &mut Html, planned: &Planned<'_>) {
 
 /// Rent against TTFT, TBT and attainment, a dot for each fleet.
 fn rents(body: &mut Html, planned: &Planned<'_>) {
-    let x = Axis { label: "rent in $/h", unit: "", scale: Scale::Linear };
-    let seconds = |label| Axis { label, unit: "s", scale: Scale::Linear };
-    let share = Axis { label: "share within the objectives", unit: "", scale: Scale::Linear };
+    let x = PlotAxis { label: "rent in $/h", unit: "", scale: Scale::Linear };
+    let seconds = |label| PlotAxis { label, unit: "s", scale: Scale::Linear };
+    let share = PlotAxis { label: "share within the objectives", unit: "", scale: Scale::Linear };
     let (args, fleets) = (planned.args, &planned.outcome.fleets);
-    let mut figure = |y: Axis, limit: Limit, of: &dyn Fn(&ProvenFleet) -> f64, caption: &str| {
+    let mut figure = |y: PlotAxis, limit: Limit, of: &dyn Fn(&ProvenFleet) -> f64, caption: &str| {
         let dot = |(number, fleet): (u32, &ProvenFleet)| {
             let points = vec![(fleet.usd_per_hour, of(fleet))];
             Series { name: format!("fleet {number}"), points, mark: Mark::Dots }
@@ -116,8 +116,8 @@ fn prices(body: &mut Html, planned: &Planned<'_>, market: &Market, pair: [usize;
     }
     let ids = pair.map(|part| market.parts()[part].name());
     let own = pair.map(|part| market.parts()[part].usd_per_hour.0);
-    let x = Axis { label: "price of the first part in $/h", unit: "", scale: Scale::Decimal };
-    let y = Axis { label: "price of the second part in $/h", ..x };
+    let x = PlotAxis { label: "price of the first part in $/h", unit: "", scale: Scale::Decimal };
+    let y = PlotAxis { label: "price of the second part in $/h", ..x };
     let limits = [Limit::X(own[0], "its price"), Limit::Y(own[1], "its price")];
     let chart = Chart { x, y, series: &series, roof: &[], limits: &limits };
     let caption = format!(
@@ -128,7 +128,7 @@ fn prices(body: &mut Html, planned: &Planned<'_>, market: &Market, pair: [usize;
 }
 
 fn hours(body: &mut Html, planned: &Planned<'_>) {
-    let x = Axis { label: "hour", unit: "", scale: Scale::Linear };
+    let x = PlotAxis { label: "hour", unit: "", scale: Scale::Linear };
     let line = |name: &str, of: &dyn Fn(usize) -> Option<f64>| {
         let points =
             (0..planned.hours.len()).filter_map(|at| Some((f64::from(to_u32(at)), of(at)?))).collect();
@@ -136,13 +136,13 @@ fn hours(body: &mut Html, planned: &Planned<'_>) {
     };
     let hour = |at: usize| &planned.hours[at];
     let load = [line("requests", &|at| Some(hour(at).requests_per_s))];
-    let y = Axis { label: "requests per second", ..x };
+    let y = PlotAxis { label: "requests per second", ..x };
     Chart { x, y, series: &load, roof: &[], limits: &[] }.draw(body, "Requests per second.");
     let usd = [
         line("cheapest fleet", &|at| hour(at).usd_per_hour()),
         line("lower bound", &|at| hour(at).lower_bound),
     ];
-    let y = Axis { label: "rent in $/h", ..x };
+    let y = PlotAxis { label: "rent in $/h", ..x };
     let caption = "Rent of the cheapest fleet for each hour by the program, not simulated.";
     Chart { x, y, series: &usd, roof: &[], limits: &[] }.draw(body, caption);
 }
