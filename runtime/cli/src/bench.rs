@@ -5,7 +5,7 @@ mod target;
 
 use crate::args::{DeviceRole, GenerateArgs, ModelArgs};
 use crate::failure::UsageError;
-use crate::generate::Ready;
+use crate::generate::ReadyModel;
 use crate::numbers::positive;
 use crate::output_files::{leave_no_empty, writable};
 use crate::remote::RemoteArgs;
@@ -145,7 +145,7 @@ async fn targets(args: &BenchArgs) -> Result<Vec<Arc<BenchTarget>>> {
         let mut generate =
             GenerateArgs::of_devices(args.model.clone(), args.remote.clone(), args.device.clone());
         generate.batch = args.clients.unwrap_or(generate.batch);
-        targets.push(Arc::new(BenchTarget::Here(Box::new(Ready::checked(&generate, |_| Ok(()))?))));
+        targets.push(Arc::new(BenchTarget::Here(Box::new(ReadyModel::checked(&generate, |_| Ok(()))?))));
     }
     if let Some(address) = &args.against {
         let read = |file: &PathBuf| {

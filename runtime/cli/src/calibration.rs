@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 /// What a calibration is valid for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Key {
+pub(crate) struct CalibrationKey {
     /// The device, its driver and its kernels.
     pub(crate) fingerprint: String,
     /// Digest of the model's shape, since the values of weights do not affect a step's time.
@@ -27,20 +27,20 @@ pub(crate) struct Key {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-struct Document {
+struct CalibrationDocument {
     schema: String,
-    key: Key,
+    key: CalibrationKey,
     calibration: StepCalibration,
 }
 
 /// The cached calibration, or a new one, which is cached. True if it was measured now.
 pub(crate) fn get(
-    key: Key,
+    key: CalibrationKey,
     loaded: &mut Loaded,
     recalibrate: bool,
     env: &dyn Env,
 ) -> Result<(StepCalibration, bool)> {
-    let whole = Key { brief: false, ..key.clone() };
+    let whole = CalibrationKey { brief: false, ..key.clone() };
     let file = cache::file("calibration", &key);
     // a whole one serves for a brief one
     let known = [(cache::file("calibration", &whole), &whole), (file.clone(), &key)];
@@ -96,13 +96,14 @@ pub(crate) fn speeds(
     devices.iter().map(of).collect()
 }
 
-fn read(file: &Path, key: &Key) -> Option<StepCalibration> {
-    let document: Document = serde_json::from_slice(&cache::read(file)?).ok()?;
+fn read(file: &Path, key: &CalibrationKey) -> Option<StepCalibration> {
+    let document: CalibrationDocument = serde_json::from_slice(&cache::read(file)?).ok()?;
     let holds = document.schema == calibrate::SCHEMA && document.key == *key;
     (holds && document.calibration.is_complete()).then_some(document.calibration)
 }
 
-fn write(file: &Path, key: Key, measured: &StepCalibration) -> Result<()> {
-    let document = Document { schema: calibrate::SCHEMA.into(), key, calibration: measured.clone() };
+fn write(file: &Path, key: CalibrationKey, measured: &StepCalibration) -> Result<()> {
+    let document =
+        CalibrationDocument { schema: calibrate::SCHEMA.into(), key, calibration: measured.clone() };
     cache::write(file, &serde_json::to_vec_pretty(&document)?)
 }

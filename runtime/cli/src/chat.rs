@@ -2,7 +2,7 @@
 
 use crate::args::{DeviceRole, GenerateArgs, ModelArgs};
 use crate::failure::UsageError;
-use crate::generate::Ready;
+use crate::generate::ReadyModel;
 use crate::generate::answer::CollectedAnswer;
 use crate::remote::RemoteArgs;
 use anyhow::{Result, bail};
@@ -44,7 +44,7 @@ pub(crate) fn run(args: ChatArgs) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async {
         let generate = GenerateArgs::of_devices(args.model.clone(), args.remote.clone(), args.device.clone());
-        let ready = Ready::checked(&generate, |model| match &model.text.template {
+        let ready = ReadyModel::checked(&generate, |model| match &model.text.template {
             Some(_) => Ok(()),
             None => bail!(UsageError("this model has no chat template: use 'mixfleet generate'".to_owned())),
         })?;
@@ -55,7 +55,7 @@ pub(crate) fn run(args: ChatArgs) -> Result<()> {
 }
 
 /// Reads what the user says until the end of input, and answers it.
-async fn talk(args: &ChatArgs, ready: &Ready) -> Result<()> {
+async fn talk(args: &ChatArgs, ready: &ReadyModel) -> Result<()> {
     let is_terminal = std::io::stdin().is_terminal();
     if is_terminal {
         eprintln!("{}: {HELP}", ready.model.name);
@@ -96,7 +96,7 @@ async fn talk(args: &ChatArgs, ready: &Ready) -> Result<()> {
 }
 
 /// Prints the answer to a conversation as it comes; its text.
-async fn answer(args: &ChatArgs, ready: &Ready, messages: &[ChatMessage], turn: u64) -> Result<String> {
+async fn answer(args: &ChatArgs, ready: &ReadyModel, messages: &[ChatMessage], turn: u64) -> Result<String> {
     let (model, config) = (&ready.model, &ready.model.checkpoint.config);
     let said = messages.iter().map(|message| &message.content);
     if said.into_iter().any(|text| !model.text.special_places(text).is_empty()) {

@@ -42,7 +42,7 @@ pub(crate) struct CheckFilesArgs {
 }
 
 /// What the child said before it ended by itself.
-struct Told {
+struct ChildOutput {
     out: String,
     error: String,
     code: Option<i32>,
@@ -136,7 +136,7 @@ fn limit() -> Result<()> {
     Ok(())
 }
 
-fn ask(path: &Path, words: &[&str]) -> Result<Told> {
+fn ask(path: &Path, words: &[&str]) -> Result<ChildOutput> {
     let program = std::env::current_exe().context("cannot find this program, to check files in a child")?;
     let mut command = Command::new(program);
     command.arg("check-files").args(words).arg("--").arg(path);
@@ -164,7 +164,7 @@ fn ask(path: &Path, words: &[&str]) -> Result<Told> {
     if ended.code() == Some(2) {
         bail!(UsageError(error));
     }
-    Ok(Told { out, error, code: ended.code() })
+    Ok(ChildOutput { out, error, code: ended.code() })
 }
 
 /// Reads an output of the child to its end, and keeps its beginning.

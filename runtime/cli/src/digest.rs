@@ -29,16 +29,16 @@ const SAID_EVERY: Duration = Duration::from_secs(5);
 
 /// What a cached digest is valid for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct Key {
+struct DigestKey {
     /// The configuration, and all tensors' names, dtypes and shapes.
     shape: String,
     files: Vec<FileStamp>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-struct Document {
+struct DigestDocument {
     schema: String,
-    key: Key,
+    key: DigestKey,
     digest: String,
 }
 
@@ -181,8 +181,8 @@ fn compute(checkpoint: &Checkpoint, threads: usize) -> Result<String> {
     Ok(digest)
 }
 
-fn key(checkpoint: &Checkpoint) -> Option<Key> {
-    Some(Key { shape: checkpoint.shape_digest(), files: checkpoint.stamps()? })
+fn key(checkpoint: &Checkpoint) -> Option<DigestKey> {
+    Some(DigestKey { shape: checkpoint.shape_digest(), files: checkpoint.stamps()? })
 }
 
 /// Whether every change from `now` on will show in the stamps.
@@ -195,13 +195,14 @@ fn is_settled(files: &[FileStamp], now: Duration) -> bool {
     files.iter().all(settled)
 }
 
-fn read(key: &Key) -> Option<String> {
-    let document: Document = serde_json::from_slice(&cache::read(&cache::file("digest", key)?)?).ok()?;
+fn read(key: &DigestKey) -> Option<String> {
+    let document: DigestDocument =
+        serde_json::from_slice(&cache::read(&cache::file("digest", key)?)?).ok()?;
     (document.schema == SCHEMA && document.key == *key).then_some(document.digest)
 }
 
-fn write(key: Key, digest: &str) -> Result<()> {
+fn write(key: DigestKey, digest: &str) -> Result<()> {
     let Some(file) = cache::file("digest", &key) else { return Ok(()) };
-    let document = Document { schema: SCHEMA.into(), key, digest: digest.into() };
+    let document = DigestDocument { schema: SCHEMA.into(), key, digest: digest.into() };
     cache::write(&file, &serde_json::to_vec_pretty(&document)?)
 }

@@ -5,9 +5,9 @@ pub(crate) mod answer;
 use crate::args::{DeviceRole, GenerateArgs};
 use crate::backends;
 use crate::failure::{Failed, UsageError, with_causes};
-use crate::model::Model;
-use crate::start::{self, Choice, Instances, Started};
-use answer::{Answers, CollectedAnswer};
+use crate::model::LoadedModel;
+use crate::start::{self, ServingDevices, StartOptions, Started};
+use answer::{CollectedAnswer, PromptAnswers};
 use anyhow::{Context, Result};
 use clap::Parser;
 use mixfleet_hal::cast::to_u32;
@@ -36,7 +36,7 @@ pub(crate) fn run(mut args: GenerateArgs) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async {
         let Some(file) = &args.each else {
-            let ready = Ready::new(&args)?;
+            let ready = ReadyModel::new(&args)?;
             let document = ready.generate(&args).await;
             ready.end().await;
             let document = document?;
@@ -80,7 +80,7 @@ fn runs(file: &Path) -> Result<Vec<GenerateArgs>> {
 /// engine, so that the model is loaded once.
 async fn each(runs: Vec<GenerateArgs>) -> Result<()> {
     let (count, mut failed) = (runs.len(), 0);
-    let mut ready: Option<Ready> = None;
+    let mut ready: Option<ReadyModel> = None;
     for args in runs {
         let kept = match ready.take() {
             Some(ready) if !ready.serves(&args) => {
@@ -89,7 +89,7 @@ async fn each(runs: Vec<GenerateArgs>) -> Result<()> {
             }
             kept => kept,
         };
-        let document = match kept.map_or_else(|| Ready::new(&args), Ok) {
+        let document = match kept.map_or_else(|| ReadyModel::new(&args), Ok) {
             Ok(engine) => ready.insert(engine).generate(&args).await,
             Err(error) => Err(error),
         };
@@ -140,21 +140,24 @@ fn devices(args: &GenerateArgs) -> Vec<DeviceRole> {
 }
 
 /// A model on its devices.
-pub(crate) struct Ready {
+pub(crate) struct ReadyModel {
     /// The arguments that it was made for.
     args: GenerateArgs,
-    pub(crate) model: Model,
+    pub(crate) model: LoadedModel,
     pub(crate) engine: Started,
     pub(crate) env: Arc<RealEnv>,
 }
 
-impl Ready {
+impl ReadyModel {
     fn new(args: &GenerateArgs) -> Result<Self> {
-        Ready::checked(args, |model| prompt_ids(args, model).map(drop))
+        ReadyModel::checked(args, |model| prompt_ids(args, model).map(drop))
     }
 
     /// Loads the model, checks something of it, and opens its devices.
-    pub(crate) fn checked(args: &GenerateArgs, check: impl FnOnce(&Model) -> Result<()>) -> Result<Self> {
+    pub(crate) fn checked(
+        args: &GenerateArgs,
+        check: impl FnOnce(&LoadedModel) -> Result<()>,
+    ) -> Result<Self> {
         let real = Arc::new(RealEnv::new(tokio::runtime::Handle::current()));
         let env: SharedEnv = real.clone();
         if args.model.model.is_none() {
@@ -162,22 +165,23 @@ impl Ready {
                 "no --model: this is a small built-in model with random weights; its text means nothing"
             );
         }
-        let model = Model::load(&args.model, &env)?;
+        let model = LoadedModel::load(&args.model, &env)?;
         check(&model)?;
-        let instances = Instances {
+        let instances = ServingDevices {
             attn_split: args.attn_split,
             remote: args.remote.clone(),
-            ..Instances::plain(devices(args), args.batch)
+            ..ServingDevices::plain(devices(args), args.batch)
         };
-        let choice = Choice { instances, engine: EngineConfig::default(), events: None, kv_exchange: None };
+        let choice =
+            StartOptions { instances, engine: EngineConfig::default(), events: None, kv_exchange: None };
         let placements = Arc::new(Placements::new(1));
         let engine = start::engine(&model, &args.model, choice, &env, Metrics::new(), placements)?;
-        Ok(Ready { args: args.clone(), model, engine, env: real })
+        Ok(ReadyModel { args: args.clone(), model, engine, env: real })
     }
 
     /// Waits until its devices are free. A device that hangs is left alone.
     pub(crate) async fn end(self) {
-        let Ready { model, engine, env, .. } = self;
+        let ReadyModel { model, engine, env, .. } = self;
         drop((model, engine));
         let _ = tokio::time::timeout(END_TIME_MAX, env.workers_ended()).await;
     }
@@ -220,13 +224,13 @@ impl Ready {
             answers.push(copy.await??);
         }
         let energy_j = self.engine.energy_j().zip(energy_before_j).map(|(after, before)| after - before);
-        let answers = Answers { answers, start_s, energy_j };
+        let answers = PromptAnswers { answers, start_s, energy_j };
         Ok(answers.document(&prompt_ids))
     }
 }
 
 /// The prompt's tokens, for which and for the answer's the model has room.
-fn prompt_ids(args: &GenerateArgs, model: &Model) -> Result<Vec<u32>> {
+fn prompt_ids(args: &GenerateArgs, model: &LoadedModel) -> Result<Vec<u32>> {
     let ids = match &args.prompt {
         Some(text) => model.text.tokenizer.encode(text)?,
         None => args.prompt_ids.clone(),

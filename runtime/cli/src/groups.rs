@@ -5,7 +5,7 @@
 //! memory, and takes the time that the cost model of the group predicts.
 
 use crate::failure::UsageError;
-use crate::model::Model;
+use crate::model::LoadedModel;
 use crate::notation::{Sharing, Written, WrittenGroup};
 use anyhow::{Context, Result, bail};
 use mixfleet_hal::cast::to_u32;
@@ -102,7 +102,7 @@ impl SimGroup {
     ///
     /// # Errors
     /// Why the model cannot be divided so, or does not fit; then with parts that hold it.
-    pub(crate) fn open(&self, model: &Model, given: GivenSizes) -> Result<OpenGroup> {
+    pub(crate) fn open(&self, model: &LoadedModel, given: GivenSizes) -> Result<OpenGroup> {
         let refused = |cause: String| UsageError(format!("{}: {cause}", self.selector));
         let config = &model.checkpoint.config;
         let shape = config.cost_shape(model.activations, model.kv, 16);

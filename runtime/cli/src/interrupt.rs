@@ -9,7 +9,7 @@ pub(crate) fn cancel_on_interrupt(cancelled: Arc<AtomicBool>, what: &'static str
     // caught from now on, and not from when the thread runs
     let caught = {
         let _within = runtime.enter();
-        Signals::new()
+        EndSignals::new()
     };
     let Ok(mut signals) = caught else { return };
     std::thread::spawn(move || {
@@ -27,19 +27,19 @@ pub(crate) fn cancel_on_interrupt(cancelled: Arc<AtomicBool>, what: &'static str
 
 /// An interrupt, the end of the terminal, or the wish of whoever started this that it ends.
 #[cfg(unix)]
-struct Signals([tokio::signal::unix::Signal; 3]);
+struct EndSignals([tokio::signal::unix::Signal; 3]);
 
 #[cfg(unix)]
-impl Signals {
+impl EndSignals {
     fn new() -> std::io::Result<Self> {
         use tokio::signal::unix::{SignalKind, signal};
         let [interrupt, hangup, terminate] =
             [SignalKind::interrupt(), SignalKind::hangup(), SignalKind::terminate()].map(signal);
-        Ok(Signals([interrupt?, hangup?, terminate?]))
+        Ok(EndSignals([interrupt?, hangup?, terminate?]))
     }
 
     async fn next(&mut self) {
-        let Signals([interrupt, hangup, terminate]) = self;
+        let EndSignals([interrupt, hangup, terminate]) = self;
         tokio::select! {
             _ = interrupt.recv() => {}
             _ = hangup.recv() => {}
@@ -49,12 +49,12 @@ impl Signals {
 }
 
 #[cfg(not(unix))]
-struct Signals;
+struct EndSignals;
 
 #[cfg(not(unix))]
-impl Signals {
+impl EndSignals {
     fn new() -> std::io::Result<Self> {
-        Ok(Signals)
+        Ok(EndSignals)
     }
 
     async fn next(&mut self) {

@@ -34,11 +34,11 @@ pub(crate) fn verbs_at(
 }
 
 /// A NIC's name, and a transport that uses it alone.
-pub(crate) type Nic = (String, Arc<dyn Transport>);
+pub(crate) type NicTransport = (String, Arc<dyn Transport>);
 
 /// Each NIC by itself, looped back.
 #[cfg(all(feature = "verbs", target_os = "linux"))]
-pub(crate) fn nics() -> std::result::Result<Vec<Nic>, String> {
+pub(crate) fn nics() -> std::result::Result<Vec<NicTransport>, String> {
     use mixfleet_wire::verbs::{Verbs, VerbsOptions};
     let all = Verbs::open(VerbsOptions::default()).map_err(|absent| absent.reason)?;
     let one = |(name, _): (String, u32)| {
@@ -51,7 +51,7 @@ pub(crate) fn nics() -> std::result::Result<Vec<Nic>, String> {
 
 /// Reports that this build has no RDMA.
 #[cfg(not(all(feature = "verbs", target_os = "linux")))]
-pub(crate) fn nics() -> std::result::Result<Vec<Nic>, String> {
+pub(crate) fn nics() -> std::result::Result<Vec<NicTransport>, String> {
     verbs_at(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), Security::LoopbackOnly).map(|_| Vec::new())
 }
 

@@ -21,7 +21,7 @@ use twox_hash::XxHash3_128;
 const RANDOM: &str = "random:";
 
 /// A checkpoint with its tokenizer and chat template, and the dtypes to run it in.
-pub(crate) struct Model {
+pub(crate) struct LoadedModel {
     pub(crate) name: String,
     pub(crate) checkpoint: Checkpoint,
     /// What its weights are drawn from, if they are random: devices that compute nothing need none.
@@ -36,7 +36,7 @@ pub(crate) struct Model {
     pub(crate) tokenizer_digest: String,
 }
 
-impl Model {
+impl LoadedModel {
     /// Maps the checkpoint and reads tokenizer and chat template.
     pub(crate) fn load(args: &ModelArgs, env: &SharedEnv) -> Result<Self> {
         let (name, checkpoint, random, tokenizer, template) = match &args.model {
@@ -61,7 +61,7 @@ impl Model {
             format!("{:032x}", XxHash3_128::oneshot(tokenizer.to_json().unwrap_or_default().as_bytes()));
         let vocab = checkpoint.config.vocab;
         let text = LoadedText::new(tokenizer, template, env.clone(), vocab);
-        Ok(Model {
+        Ok(LoadedModel {
             name,
             shape_digest: checkpoint.shape_digest(),
             text: Arc::new(text.with_trials(Box::new(ChildTrials))),
@@ -75,7 +75,7 @@ impl Model {
     }
 }
 
-impl Model {
+impl LoadedModel {
     /// How a request is sampled that does not say.
     pub(crate) fn sampling(&self) -> Sampling {
         let (given, plain) = (&self.defaults, Sampling::default());

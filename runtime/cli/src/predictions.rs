@@ -7,7 +7,7 @@
 
 use crate::calibration;
 use crate::failure::UsageError;
-use crate::model::Model;
+use crate::model::LoadedModel;
 use anyhow::Result;
 use mixfleet_hal::Device;
 use mixfleet_hal::catalog::{Part, part_of_driver};
@@ -31,7 +31,7 @@ pub(crate) struct Measuring {
 }
 
 /// Where a cost model comes from.
-enum Source {
+enum CostModelSource {
     Group,
     Profile,
     Part(&'static Part, CalibrationRatios),
@@ -43,7 +43,7 @@ enum Source {
 /// # Errors
 /// A profile of no device here; errors of the devices.
 pub(crate) fn of(
-    model: &Model,
+    model: &LoadedModel,
     instances: Vec<(Loaded, Option<CostModel>)>,
     known: &[(PathBuf, DeviceProfile)],
     measuring: Measuring,
@@ -66,19 +66,19 @@ pub(crate) fn of(
         };
         let profiles: Option<Vec<DeviceProfile>> = loaded.devices().map(of).collect();
         let (cost, source) = match (of_group, profiles.as_deref()) {
-            (Some(cost), _) => (cost, Source::Group),
-            (None, Some([profile])) => (loaded.predicted_by(profile.clone()), Source::Profile),
+            (Some(cost), _) => (cost, CostModelSource::Group),
+            (None, Some([profile])) => (loaded.predicted_by(profile.clone()), CostModelSource::Profile),
             (None, Some(profiles)) if loaded.attends_apart() => {
-                (loaded.predicted_by_members(profiles, &**env)?, Source::Profile)
+                (loaded.predicted_by_members(profiles, &**env)?, CostModelSource::Profile)
             }
             _ => {
                 let measured = calibrated(model, &mut loaded, measuring, env)?;
                 let part = part_of(&loaded);
                 let by_part = |part: &'static Part| {
                     let (cost, ratios) = loaded.predicted_by_part(part.best_profile(), &measured);
-                    (cost, Source::Part(part, ratios))
+                    (cost, CostModelSource::Part(part, ratios))
                 };
-                let alone = || (loaded.predicted_by_steps(&measured), Source::Calibration);
+                let alone = || (loaded.predicted_by_steps(&measured), CostModelSource::Calibration);
                 part.map_or_else(alone, by_part)
             }
         };
@@ -96,15 +96,15 @@ fn part_of(loaded: &Loaded) -> Option<&'static Part> {
 }
 
 /// Logs what was predicted from what, in one line.
-fn say(loaded: &Loaded, cost: &CostModel, source: &Source) {
+fn say(loaded: &Loaded, cost: &CostModel, source: &CostModelSource) {
     let (device, kv_tokens, chunk) = (loaded.id(), loaded.kv_capacity_tokens(), loaded.step_tokens_max());
     let decode_step_s = cost.decode_step_s(1, 1).0;
     let prefill_tokens_per_s = f64::from(chunk) / cost.prefill_s(0, chunk).0.max(1e-12);
     let predicted_from = match source {
-        Source::Group => "the catalog's kernel times of its parts".to_owned(),
-        Source::Profile => "a measured profile".to_owned(),
-        Source::Calibration => "a calibration".to_owned(),
-        Source::Part(part, ratios) => {
+        CostModelSource::Group => "the catalog's kernel times of its parts".to_owned(),
+        CostModelSource::Profile => "a measured profile".to_owned(),
+        CostModelSource::Calibration => "a calibration".to_owned(),
+        CostModelSource::Part(part, ratios) => {
             let [prefill, decode] = [ratios.prefill, ratios.decode].map(|times| 1.0 / times);
             if [prefill, decode].iter().any(|share| !(SHARE_MIN..=1.0 / SHARE_MIN).contains(share)) {
                 tracing::warn!(
@@ -125,12 +125,12 @@ fn say(loaded: &Loaded, cost: &CostModel, source: &Source) {
 
 /// The times of the model's own layers on the device, measured now or cached from before.
 fn calibrated(
-    model: &Model,
+    model: &LoadedModel,
     loaded: &mut Loaded,
     Measuring { again, brief }: Measuring,
     env: &SharedEnv,
 ) -> Result<StepCalibration> {
-    let key = calibration::Key {
+    let key = calibration::CalibrationKey {
         fingerprint: loaded.fingerprint(),
         model: model.shape_digest.clone(),
         dtypes: format!("{} {}", model.activations, model.kv),

@@ -64,7 +64,7 @@ pub(crate) fn read(path: &Path) -> Result<PriceList> {
 
 fn parse(file: &str, bytes: &[u8]) -> Result<PriceList> {
     let mut reader = csv::ReaderBuilder::new().trim(csv::Trim::All).comment(Some(b'#')).from_reader(bytes);
-    let columns = Columns(reader.headers().map_err(|error| malformed(file, &error))?.clone());
+    let columns = PriceColumns(reader.headers().map_err(|error| malformed(file, &error))?.clone());
     let has = |column| columns.at(column).is_some();
     if !has("device_id") || !(has("price_hourly") || has("spot_hourly")) {
         return Err(anyhow!("{file}:1: the header lacks columns; needed are {COLUMNS}"));
@@ -78,7 +78,7 @@ fn parse(file: &str, bytes: &[u8]) -> Result<PriceList> {
         }
         let record = record.map_err(|error| malformed(file, &error))?;
         let line = record.position().map_or(0, csv::Position::line);
-        let row = Row { file, line, columns: &columns, record: &record };
+        let row = PriceRow { file, line, columns: &columns, record: &record };
         let offers = row.offers()?;
         if !offers.is_empty() {
             list.rows.push((line, row.text("device_id").to_owned()));
@@ -109,22 +109,22 @@ fn malformed(file: &str, error: &csv::Error) -> anyhow::Error {
     }
 }
 
-struct Columns(StringRecord);
+struct PriceColumns(StringRecord);
 
-impl Columns {
+impl PriceColumns {
     fn at(&self, name: &str) -> Option<usize> {
         self.0.iter().position(|column| column.eq_ignore_ascii_case(name))
     }
 }
 
-struct Row<'a> {
+struct PriceRow<'a> {
     file: &'a str,
     line: u64,
-    columns: &'a Columns,
+    columns: &'a PriceColumns,
     record: &'a StringRecord,
 }
 
-impl Row<'_> {
+impl PriceRow<'_> {
     /// The offers of a row: one on-demand offer, one spot offer, both, or none.
     fn offers(&self) -> Result<Vec<Offer>> {
         let device = self.text("device_id");

@@ -41,7 +41,7 @@ pub(crate) struct ProfileArgs {
 #[derive(Debug, Subcommand)]
 enum ProfileCommand {
     /// Compare two profiles point by point, accounting for noise
-    Compare(CompareArgs),
+    Compare(ProfileCompareArgs),
     /// Turn published tables of kernel times into a profile
     Import(import::ImportArgs),
     /// Show the card of a profile that was measured before
@@ -94,7 +94,7 @@ struct MeasureArgs {
 }
 
 #[derive(Debug, Args)]
-struct CompareArgs {
+struct ProfileCompareArgs {
     /// The first profile
     a: PathBuf,
     /// The second profile
@@ -278,7 +278,7 @@ fn read(file: &Path) -> Result<ProfileDocument> {
     ProfileDocument::from_json(&text).map_err(|why| anyhow::anyhow!("{}: {why}", file.display()))
 }
 
-fn compare(args: &CompareArgs) -> Result<()> {
+fn compare(args: &ProfileCompareArgs) -> Result<()> {
     let comparison = Comparison::new(&read(&args.a)?, &read(&args.b)?);
     let mut out = screen::output(args.json);
     if args.json {

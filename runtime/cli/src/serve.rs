@@ -3,11 +3,11 @@
 use crate::args::{DeviceRole, FrontArgs, InstanceArgs, ModelArgs, ServeArgs};
 use crate::connections::{is_loopback, raise_descriptors};
 use crate::failure::UsageError;
-use crate::model::Model;
+use crate::model::LoadedModel;
 use crate::remote::RemoteArgs;
 use crate::settings::ServeSettings;
-use crate::start::{self, Choice, Instances};
-use crate::tiers::Pools;
+use crate::start::{self, ServingDevices, StartOptions};
+use crate::tiers::InstancePools;
 use crate::worker_engines::{KvCanary, WorkerEngine, check_roles};
 use crate::{backends, logs, otlp};
 use anyhow::{Context, Result};
@@ -49,14 +49,14 @@ pub(crate) fn run(args: ServeArgs, settings: &ServeSettings) -> Result<()> {
             let load = move |around: Around, options: &FrontArgs| {
                 load_engines((&worker_engine, kv_canary), options, around)
             };
-            front(options, &mut Signals::new()?, load).await.map(drop)
+            front(options, &mut ServeSignals::new()?, load).await.map(drop)
         });
     }
     let load = move |around: Around, options: &FrontArgs| {
         load(&model, (&instances, &remote, kv_exchange), options, around)
     };
     run_server(async {
-        let mut signals = Signals::new()?;
+        let mut signals = ServeSignals::new()?;
         if let Some(pools) = front(options, &mut signals, load).await? {
             signals.or_until_next(pools.write_back()).await;
         }
@@ -79,14 +79,14 @@ pub(crate) fn run_server(main: impl Future<Output = Result<()>>) -> Result<()> {
 }
 
 /// The signals that end a process.
-pub(crate) struct Signals {
+pub(crate) struct ServeSignals {
     interrupt: Signal,
     terminate: Signal,
 }
 
-impl Signals {
+impl ServeSignals {
     pub(crate) fn new() -> Result<Self> {
-        Ok(Signals {
+        Ok(ServeSignals {
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,
         })
@@ -139,7 +139,7 @@ pub(crate) fn check(args: &FrontArgs) -> Result<()> {
 /// Listens, answers once `load` is done, and ends at a signal. Returns what `load` keeps beside the model.
 pub(crate) async fn front<M: Into<Serving> + Send + 'static, K: Send + 'static>(
     args: FrontArgs,
-    signals: &mut Signals,
+    signals: &mut ServeSignals,
     load: impl FnOnce(Around, &FrontArgs) -> Result<(M, K)> + Send + 'static,
 ) -> Result<Option<K>> {
     let real = RealEnv::new(tokio::runtime::Handle::current());
@@ -237,11 +237,11 @@ fn load(
     (instances, remote, kv_exchange): (&InstanceArgs, &RemoteArgs, Option<String>),
     args: &FrontArgs,
     around: Around,
-) -> Result<(ServedModel, Pools)> {
+) -> Result<(ServedModel, InstancePools)> {
     let model = load_model(model_args, &around.env)?;
     let Around { env, metrics, placements, events } = around;
-    let instances = Instances { remote: remote.clone(), ..chosen(instances) };
-    let choice = Choice { instances, engine: engine_config(args)?, events, kv_exchange };
+    let instances = ServingDevices { remote: remote.clone(), ..chosen(instances) };
+    let choice = StartOptions { instances, engine: engine_config(args)?, events, kv_exchange };
     let engine = start::engine(&model, model_args, choice, &env, metrics, placements)?;
     let served = served(model, args, engine.handle, engine.context, &env);
     Ok((ServedModel { exchange: engine.exchange, ..served }, engine.pools))
@@ -262,24 +262,24 @@ fn load_engines(
     Ok((tokio::runtime::Handle::current().block_on(parts.start(specs)), ()))
 }
 
-pub(crate) fn load_model(args: &ModelArgs, env: &SharedEnv) -> Result<Model> {
+pub(crate) fn load_model(args: &ModelArgs, env: &SharedEnv) -> Result<LoadedModel> {
     if args.model.is_none() {
         tracing::warn!(
             "no --model: serving a small built-in model with random weights; its text means nothing"
         );
     }
-    Model::load(args, env)
+    LoadedModel::load(args, env)
 }
 
 /// The devices that the flags name.
-pub(crate) fn chosen(args: &InstanceArgs) -> Instances {
+pub(crate) fn chosen(args: &InstanceArgs) -> ServingDevices {
     let devices = if args.device.is_empty() {
         let all = backends::default_selectors();
         all.into_iter().map(|device| DeviceRole { device, role: Role::Auto }).collect()
     } else {
         args.device.iter().flat_map(backends::expand).collect()
     };
-    Instances {
+    ServingDevices {
         devices,
         prices: args.usd_per_hour.iter().map(|p| (p.device.clone(), p.usd_per_hour)).collect(),
         sequences_max: args.sequences,
@@ -349,7 +349,7 @@ fn rebalance(args: &FrontArgs) -> Result<Option<Rebalance>> {
 }
 
 pub(crate) fn served(
-    model: Model,
+    model: LoadedModel,
     args: &FrontArgs,
     engine: EngineHandle,
     context: u32,

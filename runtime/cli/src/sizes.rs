@@ -1,6 +1,6 @@
 //! The sizes that an instance gets, which follow from its device and its model unless they are given.
 
-use crate::model::Model;
+use crate::model::LoadedModel;
 use anyhow::{Result, bail};
 use mixfleet_hal::catalog::part_of_driver;
 use mixfleet_hal::units::{Bytes, GB, GIB};
@@ -22,7 +22,7 @@ const CLOCK_SHARE_MIN: f64 = 0.95;
 /// # Errors
 /// When nothing is left for KV.
 pub(crate) fn of(
-    model: &Model,
+    model: &LoadedModel,
     share: &MemberShare,
     device: &dyn Device,
     given: GivenSizes,

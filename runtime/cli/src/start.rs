@@ -5,10 +5,10 @@ use crate::args::{DeviceRole, ModelArgs, TierArgs};
 use crate::digest::Digest;
 use crate::failure::UsageError;
 use crate::groups::SimGroup;
-use crate::model::Model;
+use crate::model::LoadedModel;
 use crate::predictions::{self, Measuring};
 use crate::remote::{OpenDevice, RemoteArgs};
-use crate::tiers::{self, Pools};
+use crate::tiers::{self, InstancePools};
 use crate::{backends, calibration, profiles, sizes};
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -39,7 +39,7 @@ use std::sync::Arc;
 const CHUNKS_OF_STAGES: u32 = 4;
 
 /// The devices that serve, and their configuration.
-pub(crate) struct Instances {
+pub(crate) struct ServingDevices {
     pub(crate) devices: Vec<DeviceRole>,
     pub(crate) prices: BTreeMap<String, f64>,
     pub(crate) sequences_max: Option<u32>,
@@ -58,10 +58,10 @@ pub(crate) struct Instances {
     pub(crate) pinned: bool,
 }
 
-impl Instances {
+impl ServingDevices {
     /// So many sequences at a time on `devices`, without lower tiers.
     pub(crate) fn plain(devices: Vec<DeviceRole>, sequences_max: u32) -> Self {
-        Instances {
+        ServingDevices {
             devices,
             prices: BTreeMap::new(),
             sequences_max: Some(sequences_max),
@@ -78,8 +78,8 @@ impl Instances {
 }
 
 /// The caller's choices besides the model.
-pub(crate) struct Choice {
-    pub(crate) instances: Instances,
+pub(crate) struct StartOptions {
+    pub(crate) instances: ServingDevices,
     pub(crate) engine: EngineConfig,
     pub(crate) events: Option<EventLog>,
     /// The address at which engines of others exchange KV with this process, if they may.
@@ -90,7 +90,7 @@ pub(crate) struct Choice {
 pub(crate) struct Started {
     pub(crate) handle: EngineHandle,
     pub(crate) context: u32,
-    pub(crate) pools: Pools,
+    pub(crate) pools: InstancePools,
     pub(crate) exchange: Option<Arc<KvExchange>>,
     devices: Vec<Arc<dyn Device>>,
 }
@@ -104,9 +104,9 @@ impl Started {
 
 /// Loads `model` on the chosen devices and starts the engine. Blocks, so it must not run on an async thread.
 pub(crate) fn engine(
-    model: &Model,
+    model: &LoadedModel,
     args: &ModelArgs,
-    mut choice: Choice,
+    mut choice: StartOptions,
     env: &SharedEnv,
     metrics: Metrics,
     placements: Arc<Placements>,
@@ -122,7 +122,7 @@ pub(crate) fn engine(
     let has_disk = choice.instances.tiers.kv_ssd.is_some();
     let instances = instances(model, args, &choice.instances, (&identity, &digest), env)?;
     let context = context(model, &instances);
-    let pools = Pools::of(&instances);
+    let pools = InstancePools::of(&instances);
     let devices = instances.iter().flat_map(|(loaded, _)| loaded.devices().cloned()).collect();
     let exchange = match choice.kv_exchange {
         Some(url) => Some(exchange(url, model, &identity, &instances, &metrics)?),
@@ -160,7 +160,7 @@ pub(crate) fn engine(
 /// What engines of others read and write: the host memory below those that compute prompts, and below others.
 fn exchange(
     url: String,
-    model: &Model,
+    model: &LoadedModel,
     identity: &Identity,
     instances: &[(Loaded, CostModel)],
     metrics: &Metrics,
@@ -198,9 +198,9 @@ pub(crate) fn region(bytes: u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> 
 /// Loads `model` on the chosen devices, and measures the time of their steps. Blocks.
 #[expect(clippy::too_many_lines, reason = "one kind of device group after the other")]
 pub(crate) fn instances(
-    model: &Model,
+    model: &LoadedModel,
     args: &ModelArgs,
-    choice: &Instances,
+    choice: &ServingDevices,
     (identity, digest): (&Identity, &Digest),
     env: &SharedEnv,
 ) -> Result<Vec<(Loaded, CostModel)>> {
@@ -329,7 +329,7 @@ pub(crate) fn instances(
 }
 
 /// The namespace of the model's KV on a disk, once the weights' digest is known.
-pub(crate) fn namespace(identity: &Identity, model: &Model, digest: &Digest) -> tiers::Namespace {
+pub(crate) fn namespace(identity: &Identity, model: &LoadedModel, digest: &Digest) -> tiers::NamespaceFuture {
     let (identity, kv, digest) = (identity.clone(), model.kv, digest.wait());
     Box::pin(async move {
         // The digest is not available at once, so that a disk is opened on its own thread, which may hang.
@@ -339,7 +339,7 @@ pub(crate) fn namespace(identity: &Identity, model: &Model, digest: &Digest) -> 
 }
 
 /// The longest sequence that the model and the KV memory of some pair of devices can hold.
-fn context(model: &Model, instances: &[(Loaded, CostModel)]) -> u32 {
+fn context(model: &LoadedModel, instances: &[(Loaded, CostModel)]) -> u32 {
     let most = |can: fn(Role) -> bool| {
         let able = instances.iter().filter(|(instance, _)| can(instance.role()));
         able.map(|(instance, _)| instance.kv_capacity_tokens()).max().unwrap_or(0)
@@ -387,7 +387,7 @@ fn check_names(devices: &[DeviceRole]) -> Result<()> {
 }
 
 fn place(
-    model: &Model,
+    model: &LoadedModel,
     open: &OpenDevice,
     selector: &str,
     share: Option<&MemberShare>,

@@ -37,12 +37,12 @@ const SECRET: &str = "secret";
 
 /// The pools of this process's instances, by device.
 #[derive(Clone, Default)]
-pub(crate) struct Pools(Vec<(String, Pool)>);
+pub(crate) struct InstancePools(Vec<(String, Pool)>);
 
-impl Pools {
+impl InstancePools {
     pub(crate) fn of(instances: &[(Loaded, CostModel)]) -> Self {
         let own = |(loaded, _): &(Loaded, CostModel)| Some((loaded.id(), loaded.pool()?.clone()));
-        Pools(instances.iter().filter_map(own).collect())
+        InstancePools(instances.iter().filter_map(own).collect())
     }
 
     /// Writes the blocks of host memory to the disks, for a bounded time, once nothing uses the pools.
@@ -108,10 +108,10 @@ fn in_time<T: Send + 'static>(
 }
 
 /// The digest of what must be equal before blocks of earlier processes may be used, once it is known.
-pub(crate) type Namespace = std::pin::Pin<Box<dyn Future<Output = Option<u64>> + Send>>;
+pub(crate) type NamespaceFuture = std::pin::Pin<Box<dyn Future<Output = Option<u64>> + Send>>;
 
 /// The tiers below the device `selector`, if configured; their blocks belong to `namespace`.
-pub(crate) fn of(args: &TierArgs, selector: &str, namespace: Namespace) -> Result<Option<LowerTiers>> {
+pub(crate) fn of(args: &TierArgs, selector: &str, namespace: NamespaceFuture) -> Result<Option<LowerTiers>> {
     let Some(dram) = args.kv_dram else { return Ok(None) };
     let ssd = match args.kv_ssd.as_deref().zip(args.kv_ssd_gib) {
         Some((directory, gib)) => {

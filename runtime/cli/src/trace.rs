@@ -19,7 +19,7 @@ enum TraceCommand {
     /// Analyse a trace: lengths, arrivals, prefix hits by cache size and policy
     Stats(stats::StatsArgs),
     /// Generate requests from published statistics, in Mooncake's format
-    Generate(generate::GenerateArgs),
+    Generate(generate::TraceGenerateArgs),
 }
 
 pub(crate) fn run(args: &TraceArgs) -> Result<()> {

@@ -177,7 +177,7 @@ fn validate(args: &RunArgs, named: Option<&str>) -> Result<()> {
     let earlier = run_log::earlier(args, &plan)?;
     let cancelled = Arc::<AtomicBool>::default();
     let start = Processes { command: Box::new(child_command), cancelled: cancelled.clone() };
-    let here = facts::Here::read();
+    let here = facts::HostFacts::read();
     let (part, signer) = (part.as_ref(), signer.as_ref());
     let examination = Examination { part, signer, here: &here, began_at: &began_at, one_of_several: false };
     let device = examination.look(plan, &start)?;

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 const BEHIND_OTHERS: i32 = 1000;
 
 #[derive(Deserialize)]
-struct Answer {
+struct CanaryAnswer {
     choices: Vec<AnsweredChoice>,
 }
 
@@ -25,7 +25,7 @@ struct AnsweredChoice {
 /// Chats have the first field, completions the other two.
 #[derive(Deserialize)]
 struct ChoiceLogprobs {
-    content: Option<Vec<ChatToken>>,
+    content: Option<Vec<CanaryToken>>,
     tokens: Option<Vec<String>>,
     top_logprobs: Option<Vec<Option<CompletionTop>>>,
 }
@@ -34,7 +34,7 @@ struct ChoiceLogprobs {
 type CompletionTop = BTreeMap<String, Option<f64>>;
 
 #[derive(Deserialize)]
-struct ChatToken {
+struct CanaryToken {
     token: String,
     top_logprobs: Vec<ChatAlternative>,
 }
@@ -88,7 +88,7 @@ pub(crate) fn body(
 /// When it does not tell.
 pub(crate) fn drawn(endpoint: EngineEndpoint, document: &[u8]) -> Result<Vec<DrawnToken>, EngineFault> {
     let not = |cause: &str| EngineFault::new(EngineFaultKind::Malformed, cause);
-    let answer: Answer = serde_json::from_slice(document)
+    let answer: CanaryAnswer = serde_json::from_slice(document)
         .map_err(|error| not(&format!("an answer's log-probabilities cannot be read: {error}")))?;
     let logprobs = answer.choices.into_iter().next().and_then(|choice| choice.logprobs);
     let logprobs = logprobs.ok_or_else(|| not("its answer has no log-probabilities"))?;
@@ -100,7 +100,7 @@ pub(crate) fn drawn(endpoint: EngineEndpoint, document: &[u8]) -> Result<Vec<Dra
     drawn.ok_or_else(|| not("its answer does not list likely tokens"))
 }
 
-fn chat(token: ChatToken) -> DrawnToken {
+fn chat(token: CanaryToken) -> DrawnToken {
     let ranked = token.top_logprobs.into_iter().map(|other| ranked(other.token, other.logprob));
     DrawnToken { token: token.token, ranked: ranked.collect() }
 }

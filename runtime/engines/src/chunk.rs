@@ -12,7 +12,7 @@ use std::ops::Range;
 const ERROR_CHARS_MAX: usize = 400;
 
 #[derive(Deserialize)]
-struct Envelope<'a> {
+struct ChunkEnvelope<'a> {
     #[serde(borrow)]
     id: Option<&'a RawValue>,
     #[serde(borrow)]
@@ -20,7 +20,7 @@ struct Envelope<'a> {
     #[serde(borrow)]
     model: Option<&'a RawValue>,
     #[serde(default, borrow)]
-    choices: Option<Vec<Choice<'a>>>,
+    choices: Option<Vec<ChunkChoice<'a>>>,
     #[serde(borrow)]
     usage: Option<&'a RawValue>,
     #[serde(borrow)]
@@ -28,11 +28,11 @@ struct Envelope<'a> {
 }
 
 #[derive(Deserialize)]
-struct Choice<'a> {
+struct ChunkChoice<'a> {
     #[serde(default)]
     index: u32,
     #[serde(borrow)]
-    delta: Option<Delta<'a>>,
+    delta: Option<ChunkDelta<'a>>,
     #[serde(borrow)]
     text: Option<Cow<'a, str>>,
     #[serde(borrow)]
@@ -40,7 +40,7 @@ struct Choice<'a> {
 }
 
 #[derive(Deserialize)]
-struct Delta<'a> {
+struct ChunkDelta<'a> {
     #[serde(borrow)]
     content: Option<Cow<'a, str>>,
     reasoning_content: Option<IgnoredAny>,
@@ -50,7 +50,7 @@ struct Delta<'a> {
     refusal: Option<IgnoredAny>,
 }
 
-impl Delta<'_> {
+impl ChunkDelta<'_> {
     fn adds_other(&self) -> bool {
         let others =
             [&self.reasoning_content, &self.reasoning, &self.tool_calls, &self.function_call, &self.refusal];
@@ -59,7 +59,7 @@ impl Delta<'_> {
 }
 
 #[derive(Deserialize)]
-struct Usage {
+struct ChunkUsage {
     prompt_tokens: u32,
     completion_tokens: Option<u32>,
     prompt_tokens_details: Option<UsageDetails>,
@@ -88,8 +88,8 @@ fn malformed(detail: impl Into<String>) -> EngineFault {
     EngineFault::new(EngineFaultKind::Malformed, detail)
 }
 
-fn parse<'a>(text: &'a [u8], what: &str) -> Result<Envelope<'a>, EngineFault> {
-    let envelope: Envelope<'a> = serde_json::from_slice(text)
+fn parse<'a>(text: &'a [u8], what: &str) -> Result<ChunkEnvelope<'a>, EngineFault> {
+    let envelope: ChunkEnvelope<'a> = serde_json::from_slice(text)
         .map_err(|error| malformed(format!("{what} is not what OpenAI's interface has: {error}")))?;
     match envelope.error {
         Some(error) => Err(EngineFault::new(EngineFaultKind::Failed, error_text(error.get().as_bytes()))),
@@ -100,16 +100,16 @@ fn parse<'a>(text: &'a [u8], what: &str) -> Result<Envelope<'a>, EngineFault> {
 /// The words of an engine's error.
 pub(crate) fn error_text(document: &[u8]) -> String {
     #[derive(Deserialize)]
-    struct Words {
+    struct ErrorWords {
         message: String,
     }
     #[derive(Deserialize)]
-    struct Document {
-        error: Words,
+    struct ErrorDocument {
+        error: ErrorWords,
     }
-    let words = serde_json::from_slice(document).map(|Document { error }| error);
+    let words = serde_json::from_slice(document).map(|ErrorDocument { error }| error);
     let message = match words.or_else(|_| serde_json::from_slice(document)) {
-        Ok(Words { message }) => message,
+        Ok(ErrorWords { message }) => message,
         Err(_) => String::from_utf8_lossy(document).into_owned(),
     };
     let message: String = message.chars().filter(|c| !c.is_control()).take(ERROR_CHARS_MAX).collect();
@@ -130,7 +130,7 @@ pub(crate) fn error_code(document: &[u8]) -> Option<String> {
 }
 
 fn usage(raw: Option<&RawValue>) -> Option<EngineUsage> {
-    let Usage { prompt_tokens, completion_tokens, prompt_tokens_details } =
+    let ChunkUsage { prompt_tokens, completion_tokens, prompt_tokens_details } =
         serde_json::from_str(raw?.get()).ok()?;
     Some(EngineUsage {
         prompt_tokens,
@@ -140,14 +140,14 @@ fn usage(raw: Option<&RawValue>) -> Option<EngineUsage> {
 }
 
 /// A value in a text, and what replaces it.
-type Edit = (Range<usize>, Vec<u8>);
+type ValueEdit = (Range<usize>, Vec<u8>);
 
-fn edit(text: &[u8], value: &RawValue, replacement: impl Into<Vec<u8>>) -> Edit {
+fn edit(text: &[u8], value: &RawValue, replacement: impl Into<Vec<u8>>) -> ValueEdit {
     let from = value.get().as_ptr().addr() - text.as_ptr().addr();
     (from..from + value.get().len(), replacement.into())
 }
 
-fn apply(text: Vec<u8>, mut edits: Vec<Edit>) -> Vec<u8> {
+fn apply(text: Vec<u8>, mut edits: Vec<ValueEdit>) -> Vec<u8> {
     if edits.is_empty() {
         return text;
     }
@@ -167,7 +167,7 @@ fn model_edit(
     text: &[u8],
     model: Option<&RawValue>,
     names: &ModelNames<'_>,
-) -> Result<Option<Edit>, EngineFault> {
+) -> Result<Option<ValueEdit>, EngineFault> {
     let raw = model.ok_or_else(|| malformed("its answer names no model"))?;
     let name: Cow<'_, str> = serde_json::from_str::<String>(raw.get())
         .map(Cow::Owned)
@@ -209,7 +209,7 @@ pub(crate) fn whole(text: Vec<u8>, names: &ModelNames<'_>) -> Result<WholeAnswer
     let usage = usage(envelope.usage);
     let at_limit = choices.iter().filter(|choice| choice.finish_reason.as_deref() == Some("length")).count();
     let (choices, at_limit) = (to_u32(choices.len()), to_u32(at_limit));
-    let edits: Vec<Edit> = model_edit(&text, envelope.model, names)?.into_iter().collect();
+    let edits: Vec<ValueEdit> = model_edit(&text, envelope.model, names)?.into_iter().collect();
     Ok(WholeAnswer { body: apply(text, edits), usage, choices, at_limit })
 }
 
@@ -236,7 +236,7 @@ pub(crate) fn chunk(
             0 => read.text.push_str(added),
             _ => read.adds_other |= !added.is_empty(),
         }
-        read.adds_other |= choice.delta.as_ref().is_some_and(Delta::adds_other);
+        read.adds_other |= choice.delta.as_ref().is_some_and(ChunkDelta::adds_other);
         if let Some(reason) = &choice.finish_reason {
             if !completes(reason) {
                 return Err(cut(reason));
@@ -245,7 +245,7 @@ pub(crate) fn chunk(
             read.at_limit = reason == "length";
         }
     }
-    let mut edits: Vec<Edit> = model_edit(&text, envelope.model, names)?.into_iter().collect();
+    let mut edits: Vec<ValueEdit> = model_edit(&text, envelope.model, names)?.into_iter().collect();
     if let Some(Beginning { id, created, tokens }) = beginning {
         // the one that only says whose turn it is went out before
         if !read.has_token() && !read.ends_choice && !choices.is_empty() {

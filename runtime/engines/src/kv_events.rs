@@ -91,18 +91,19 @@ impl KvEventBatch {
     pub fn decode(payload: &[u8]) -> Result<Self, String> {
         let mut reader = rmp_serde::Deserializer::from_read_ref(payload);
         reader.set_max_depth(DEPTH_MAX);
-        let packed = Packed::deserialize(&mut reader).map_err(|error| format!("not MessagePack: {error}"))?;
-        let Packed::List(parts) = packed else { return Err("the batch is not a list".into()) };
+        let packed =
+            PackedValue::deserialize(&mut reader).map_err(|error| format!("not MessagePack: {error}"))?;
+        let PackedValue::List(parts) = packed else { return Err("the batch is not a list".into()) };
         let mut parts = parts.into_iter();
         let sent_at_s = match parts.next() {
-            Some(Packed::Float(seconds)) if seconds.is_finite() => seconds,
-            Some(Packed::Unsigned(seconds)) => seconds as f64,
+            Some(PackedValue::Float(seconds)) if seconds.is_finite() => seconds,
+            Some(PackedValue::Unsigned(seconds)) => seconds as f64,
             _ => return Err("the batch has no time".into()),
         };
-        let Some(Packed::List(events)) = parts.next() else {
+        let Some(PackedValue::List(events)) = parts.next() else {
             return Err("the batch has no list of events".into());
         };
-        let rank = parts.next().and_then(Packed::unsigned).and_then(|rank| u32::try_from(rank).ok());
+        let rank = parts.next().and_then(PackedValue::unsigned).and_then(|rank| u32::try_from(rank).ok());
         let events = events.into_iter().map(KvEvent::read).collect::<Result<_, _>>()?;
         Ok(KvEventBatch { sent_at_s, events, rank })
     }
@@ -127,25 +128,27 @@ const REMOVED: [&str; 3] = ["block_hashes", "medium", "group_idx"];
 const SEE_ALL: [&str; 3] = ["full_attention", "mla_attention", "sink_full_attention"];
 
 impl KvEvent {
-    fn read(event: Packed) -> Result<Self, String> {
+    fn read(event: PackedValue) -> Result<Self, String> {
         let (kind, mut fields) = match event {
-            Packed::Map(fields) => {
-                let mut fields = Fields::Named(fields);
+            PackedValue::Map(fields) => {
+                let mut fields = EventFields::Named(fields);
                 (fields.take("type", &[]), fields)
             }
-            Packed::List(values) => {
+            PackedValue::List(values) => {
                 let mut values = values.into_iter().map(Some).collect::<Vec<_>>();
                 let kind = values.first_mut().and_then(Option::take);
-                (kind, Fields::InOrder(values))
+                (kind, EventFields::InOrder(values))
             }
             // an event without fields may be its name alone
-            Packed::Text(name) => (Some(Packed::Text(name)), Fields::InOrder(Vec::new())),
+            PackedValue::Text(name) => (Some(PackedValue::Text(name)), EventFields::InOrder(Vec::new())),
             _ => return Err("an event is neither a map nor a list".into()),
         };
-        let Some(Packed::Text(kind)) = kind else { return Err("an event does not say what it is".into()) };
+        let Some(PackedValue::Text(kind)) = kind else {
+            return Err("an event does not say what it is".into());
+        };
         match kind.as_str() {
             "BlockStored" => {
-                let layers = fields.take("kv_cache_spec_kind", &STORED).and_then(Packed::text);
+                let layers = fields.take("kv_cache_spec_kind", &STORED).and_then(PackedValue::text);
                 match layers.filter(|layers| !SEE_ALL.contains(&layers.as_str())) {
                     Some(layers) => Ok(KvEvent::Other(short(&layers))),
                     None => Ok(KvEvent::Stored(StoredKv::read(&mut fields)?)),
@@ -153,7 +156,7 @@ impl KvEvent {
             }
             "BlockRemoved" => {
                 let hashes = hashes(fields.take("block_hashes", &REMOVED))?;
-                let medium = fields.take("medium", &REMOVED).and_then(Packed::text);
+                let medium = fields.take("medium", &REMOVED).and_then(PackedValue::text);
                 Ok(KvEvent::Removed { hashes, medium, group: group(fields.take("group_idx", &REMOVED)) })
             }
             "AllBlocksCleared" => Ok(KvEvent::Cleared),
@@ -166,39 +169,41 @@ fn short(name: &str) -> String {
     name.chars().take(64).collect()
 }
 
-fn group(value: Option<Packed>) -> u32 {
-    value.and_then(Packed::unsigned).and_then(|group| u32::try_from(group).ok()).unwrap_or(0)
+fn group(value: Option<PackedValue>) -> u32 {
+    value.and_then(PackedValue::unsigned).and_then(|group| u32::try_from(group).ok()).unwrap_or(0)
 }
 
 impl StoredKv {
-    fn read(fields: &mut Fields) -> Result<Self, String> {
+    fn read(fields: &mut EventFields) -> Result<Self, String> {
         let mut take = |name| fields.take(name, &STORED);
         let hashes = hashes(take("block_hashes"))?;
         let parent = match take("parent_block_hash") {
-            None | Some(Packed::Nothing) => None,
+            None | Some(PackedValue::Nothing) => None,
             Some(value) => Some(hash(value)?),
         };
-        let Some(Packed::List(ids)) = take("token_ids") else {
+        let Some(PackedValue::List(ids)) = take("token_ids") else {
             return Err("stored blocks have no token ids".into());
         };
-        let id = |value: Packed| value.unsigned().and_then(|id| u32::try_from(id).ok());
+        let id = |value: PackedValue| value.unsigned().and_then(|id| u32::try_from(id).ok());
         let token_ids: Option<Vec<u32>> = ids.into_iter().map(id).collect();
         let token_ids = token_ids.ok_or("a token id is no number of 32 bits")?;
         let size = take("block_size")
-            .and_then(Packed::unsigned)
+            .and_then(PackedValue::unsigned)
             .filter(|size| (1..=BLOCK_TOKENS_MAX).contains(size));
         let size = size.ok_or("stored blocks do not say their size")?;
         if hashes.len() as u64 * size != token_ids.len() as u64 {
             return Err(format!("{} blocks of {size} have {} tokens", hashes.len(), token_ids.len()));
         }
-        let lora_id = take("lora_id").and_then(Packed::unsigned).map(|id| id.to_string());
-        let medium = take("medium").and_then(Packed::text);
-        let lora = take("lora_name").and_then(Packed::text).or(lora_id);
+        let lora_id = take("lora_id").and_then(PackedValue::unsigned).map(|id| id.to_string());
+        let medium = take("medium").and_then(PackedValue::text);
+        let lora = take("lora_name").and_then(PackedValue::text).or(lora_id);
         let plain_blocks = match take("extra_keys") {
-            Some(Packed::List(keys)) => {
-                keys.iter().position(|key| *key != Packed::Nothing).unwrap_or(hashes.len()).min(hashes.len())
-            }
-            None | Some(Packed::Nothing) => hashes.len(),
+            Some(PackedValue::List(keys)) => keys
+                .iter()
+                .position(|key| *key != PackedValue::Nothing)
+                .unwrap_or(hashes.len())
+                .min(hashes.len()),
+            None | Some(PackedValue::Nothing) => hashes.len(),
             Some(_) => 0,
         };
         let group = group(take("group_idx"));
@@ -207,39 +212,40 @@ impl StoredKv {
     }
 }
 
-fn hashes(value: Option<Packed>) -> Result<Vec<EngineHash>, String> {
+fn hashes(value: Option<PackedValue>) -> Result<Vec<EngineHash>, String> {
     match value {
-        Some(Packed::List(values)) => values.into_iter().map(hash).collect(),
+        Some(PackedValue::List(values)) => values.into_iter().map(hash).collect(),
         _ => Err("an event has no list of hashes".into()),
     }
 }
 
-fn hash(value: Packed) -> Result<EngineHash, String> {
+fn hash(value: PackedValue) -> Result<EngineHash, String> {
     match value {
-        Packed::Unsigned(bits) => Ok(EngineHash::Number(bits)),
-        Packed::Signed(bits) => Ok(EngineHash::Number(bits.cast_unsigned())),
-        Packed::Bytes(bytes) if !bytes.is_empty() => Ok(EngineHash::Bytes(bytes.into())),
+        PackedValue::Unsigned(bits) => Ok(EngineHash::Number(bits)),
+        PackedValue::Signed(bits) => Ok(EngineHash::Number(bits.cast_unsigned())),
+        PackedValue::Bytes(bytes) if !bytes.is_empty() => Ok(EngineHash::Bytes(bytes.into())),
         _ => Err("a hash is neither a number nor bytes".into()),
     }
 }
 
 /// The fields of an event in either form.
-enum Fields {
-    Named(Vec<(Packed, Packed)>),
+enum EventFields {
+    Named(Vec<(PackedValue, PackedValue)>),
     /// With the type in front, which was taken.
-    InOrder(Vec<Option<Packed>>),
+    InOrder(Vec<Option<PackedValue>>),
 }
 
-impl Fields {
+impl EventFields {
     /// A field by its name, which stands at its place in `order` behind the type.
-    fn take(&mut self, name: &str, order: &[&str]) -> Option<Packed> {
+    fn take(&mut self, name: &str, order: &[&str]) -> Option<PackedValue> {
         match self {
-            Fields::Named(fields) => {
-                let at =
-                    fields.iter().position(|(key, _)| matches!(key, Packed::Text(key) if key == name))?;
+            EventFields::Named(fields) => {
+                let at = fields
+                    .iter()
+                    .position(|(key, _)| matches!(key, PackedValue::Text(key) if key == name))?;
                 Some(fields.swap_remove(at).1)
             }
-            Fields::InOrder(values) => {
+            EventFields::InOrder(values) => {
                 let at = order.iter().position(|known| *known == name)?;
                 values.get_mut(at + 1)?.take()
             }
@@ -249,7 +255,7 @@ impl Fields {
 
 /// A value in MessagePack.
 #[derive(Clone, Debug, PartialEq)]
-enum Packed {
+enum PackedValue {
     Nothing,
     Bool,
     Unsigned(u64),
@@ -258,85 +264,85 @@ enum Packed {
     Float(f64),
     Text(String),
     Bytes(Vec<u8>),
-    List(Vec<Packed>),
-    Map(Vec<(Packed, Packed)>),
+    List(Vec<PackedValue>),
+    Map(Vec<(PackedValue, PackedValue)>),
 }
 
-impl Packed {
+impl PackedValue {
     fn unsigned(self) -> Option<u64> {
         match self {
-            Packed::Unsigned(number) => Some(number),
+            PackedValue::Unsigned(number) => Some(number),
             _ => None,
         }
     }
 
     fn text(self) -> Option<String> {
         match self {
-            Packed::Text(text) => Some(text),
+            PackedValue::Text(text) => Some(text),
             _ => None,
         }
     }
 }
 
-impl<'de> Deserialize<'de> for Packed {
+impl<'de> Deserialize<'de> for PackedValue {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Any;
         impl<'de> Visitor<'de> for Any {
-            type Value = Packed;
+            type Value = PackedValue;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("a value")
             }
 
-            fn visit_unit<E>(self) -> Result<Packed, E> {
-                Ok(Packed::Nothing)
+            fn visit_unit<E>(self) -> Result<PackedValue, E> {
+                Ok(PackedValue::Nothing)
             }
 
-            fn visit_none<E>(self) -> Result<Packed, E> {
-                Ok(Packed::Nothing)
+            fn visit_none<E>(self) -> Result<PackedValue, E> {
+                Ok(PackedValue::Nothing)
             }
 
-            fn visit_bool<E>(self, _: bool) -> Result<Packed, E> {
-                Ok(Packed::Bool)
+            fn visit_bool<E>(self, _: bool) -> Result<PackedValue, E> {
+                Ok(PackedValue::Bool)
             }
 
-            fn visit_u64<E>(self, number: u64) -> Result<Packed, E> {
-                Ok(Packed::Unsigned(number))
+            fn visit_u64<E>(self, number: u64) -> Result<PackedValue, E> {
+                Ok(PackedValue::Unsigned(number))
             }
 
-            fn visit_i64<E>(self, number: i64) -> Result<Packed, E> {
-                Ok(u64::try_from(number).map_or(Packed::Signed(number), Packed::Unsigned))
+            fn visit_i64<E>(self, number: i64) -> Result<PackedValue, E> {
+                Ok(u64::try_from(number).map_or(PackedValue::Signed(number), PackedValue::Unsigned))
             }
 
-            fn visit_f64<E>(self, number: f64) -> Result<Packed, E> {
-                Ok(Packed::Float(number))
+            fn visit_f64<E>(self, number: f64) -> Result<PackedValue, E> {
+                Ok(PackedValue::Float(number))
             }
 
-            fn visit_str<E>(self, text: &str) -> Result<Packed, E> {
-                Ok(Packed::Text(text.to_owned()))
+            fn visit_str<E>(self, text: &str) -> Result<PackedValue, E> {
+                Ok(PackedValue::Text(text.to_owned()))
             }
 
-            fn visit_bytes<E>(self, bytes: &[u8]) -> Result<Packed, E> {
-                Ok(Packed::Bytes(bytes.to_vec()))
+            fn visit_bytes<E>(self, bytes: &[u8]) -> Result<PackedValue, E> {
+                Ok(PackedValue::Bytes(bytes.to_vec()))
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Packed, A::Error> {
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<PackedValue, A::Error> {
                 let mut values = Vec::with_capacity(seq.size_hint().unwrap_or(0).min(AHEAD_MAX));
                 while let Some(value) = seq.next_element()? {
                     values.push(value);
                 }
-                Ok(Packed::List(values))
+                Ok(PackedValue::List(values))
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Packed, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<PackedValue, A::Error> {
                 let mut entries = Vec::with_capacity(map.size_hint().unwrap_or(0).min(AHEAD_MAX));
                 while let Some(entry) = map.next_entry()? {
                     entries.push(entry);
                 }
-                Ok(Packed::Map(entries))
+                Ok(PackedValue::Map(entries))
             }
 
-            fn visit_newtype_struct<D: Deserializer<'de>>(self, _: D) -> Result<Packed, D::Error> {
+            fn visit_newtype_struct<D: Deserializer<'de>>(self, _: D) -> Result<PackedValue, D::Error> {
                 Err(D::Error::custom("a value of an unknown type"))
             }
         }

@@ -7,7 +7,7 @@
 
 use crate::kv_events::{EngineHash, KvEvent, KvEventBatch, StoredKv, split_frames};
 use crate::kv_source::{EventsFrom, KvSource};
-use crate::zmtp::{Message, ZmqPeer, ZmqSocket};
+use crate::zmtp::{ZmqPeer, ZmqSocket, ZmtpMessage};
 use mixfleet_hal::outside::{EngineBlock, EngineFuture, EngineKvChange, EngineKvFeed};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Duration;
@@ -189,7 +189,7 @@ impl Follower {
     }
 
     /// Takes a message that came by subscription.
-    async fn take(&mut self, message: &Message) -> Result<(), Stop> {
+    async fn take(&mut self, message: &ZmtpMessage) -> Result<(), Stop> {
         let frames: Vec<&[u8]> = message.iter().map(Vec::as_slice).collect();
         let (number, payload) = split_frames(&frames)?;
         if self.next.is_some_and(|next| number > next)

@@ -43,10 +43,10 @@ pub(crate) enum EventsFrom {
 
 /// What `/kv_event_sources` answers, by rank.
 #[derive(Deserialize)]
-struct Sources(BTreeMap<u32, Source>);
+struct Sources(BTreeMap<u32, KvEventSource>);
 
 #[derive(Deserialize)]
-struct Source {
+struct KvEventSource {
     #[serde(default)]
     enable_kv_cache_events: bool,
     #[serde(default)]
@@ -82,10 +82,11 @@ impl KvEventsAt {
 pub(crate) fn told(host: &str, document: &[u8]) -> Result<Vec<KvSource>, String> {
     let Sources(sources) =
         serde_json::from_slice(document).map_err(|error| format!("/kv_event_sources: {error}"))?;
-    let tells = |source: &Source| {
+    let tells = |source: &KvEventSource| {
         source.enable_kv_cache_events && source.publisher.as_deref().is_none_or(|kind| kind == "zmq")
     };
-    let telling: Vec<(u32, Source)> = sources.into_iter().filter(|(_, source)| tells(source)).collect();
+    let telling: Vec<(u32, KvEventSource)> =
+        sources.into_iter().filter(|(_, source)| tells(source)).collect();
     if telling.len() > TOLD_RANKS_MAX {
         let count = telling.len();
         return Err(format!("it tells {count} sources of KV events; at most {TOLD_RANKS_MAX} are believed"));

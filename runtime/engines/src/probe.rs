@@ -14,11 +14,11 @@ const MODELS_MAX: usize = 256;
 
 #[derive(Deserialize)]
 struct Models {
-    data: Vec<Model>,
+    data: Vec<ListedModel>,
 }
 
 #[derive(Deserialize)]
-struct Model {
+struct ListedModel {
     id: String,
     #[serde(default)]
     aliases: Vec<String>,

@@ -35,13 +35,13 @@ struct Rendered {
 }
 
 #[derive(Deserialize)]
-struct Said<'a> {
+struct MessageContent<'a> {
     #[serde(borrow)]
     content: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]
-struct Part {
+struct ContentPart {
     #[serde(rename = "type")]
     kind: String,
 }
@@ -137,12 +137,12 @@ fn rendered(endpoint: EngineEndpoint, document: &[u8]) -> Result<Option<Vec<u32>
 
 /// Whether messages hold no images and the like.
 fn is_text_alone(messages: &str) -> bool {
-    let Ok(said) = serde_json::from_str::<Vec<Said>>(messages) else { return false };
+    let Ok(said) = serde_json::from_str::<Vec<MessageContent>>(messages) else { return false };
     said.iter().filter_map(|said| said.content).all(|content| {
         if !content.get().starts_with('[') {
             return true;
         }
-        let parts: Vec<Part> = serde_json::from_str(content.get()).unwrap_or_default();
+        let parts: Vec<ContentPart> = serde_json::from_str(content.get()).unwrap_or_default();
         !parts.is_empty() && parts.iter().all(|part| part.kind == "text")
     })
 }

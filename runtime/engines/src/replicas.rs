@@ -30,11 +30,11 @@ pub(crate) struct NamedEngines {
     /// `HOST:PORT`.
     name: String,
     lookup: NameLookup,
-    table: tokio::sync::Mutex<Table>,
+    table: tokio::sync::Mutex<ReplicaTable>,
 }
 
 #[derive(Default)]
-struct Table {
+struct ReplicaTable {
     looked: Option<Instant>,
     listed: BTreeSet<SocketAddr>,
     /// Why nothing newer is known.
@@ -42,7 +42,7 @@ struct Table {
     seats: Vec<Option<SocketAddr>>,
 }
 
-impl Table {
+impl ReplicaTable {
     /// The address of a seat, which a free one takes of those that have none, and whether the name still
     /// stands for it.
     fn sit(&mut self, seat: usize) -> Option<(SocketAddr, bool)> {
@@ -76,7 +76,7 @@ pub(crate) struct ReplicaSeat {
 impl ReplicaSeat {
     /// So many seats behind the name `HOST:PORT`.
     pub(crate) fn all(name: &str, count: usize, lookup: NameLookup) -> Vec<ReplicaSeat> {
-        let table = Table { seats: vec![None; count], ..Table::default() };
+        let table = ReplicaTable { seats: vec![None; count], ..ReplicaTable::default() };
         let replicas = Arc::new(NamedEngines { name: name.to_owned(), lookup, table: table.into() });
         let seat = |number| ReplicaSeat { replicas: replicas.clone(), number, address: Mutex::default() };
         (0..count).map(seat).collect()
@@ -152,7 +152,7 @@ mod tests {
 
     #[test]
     fn an_address_keeps_its_seat_until_its_engine_has_ended() {
-        let mut table = Table { seats: vec![None; 3], ..Table::default() };
+        let mut table = ReplicaTable { seats: vec![None; 3], ..ReplicaTable::default() };
         assert_eq!(table.sit(0), None);
         table.listed = [at(1), at(2)].into();
         assert_eq!(

@@ -24,34 +24,34 @@ const LONG: u8 = 2;
 const COMMAND: u8 = 4;
 
 /// The frames of a message.
-pub(crate) type Message = Vec<Vec<u8>>;
+pub(crate) type ZmtpMessage = Vec<Vec<u8>>;
 
 /// What came of a peer.
 #[derive(Debug, PartialEq)]
-enum Unit {
-    Message(Message),
+enum PeerInput {
+    Message(ZmtpMessage),
     Command(Vec<u8>),
 }
 
 /// Cuts bytes into messages and commands.
 #[derive(Debug, Default)]
-struct Frames {
+struct FrameDecoder {
     buffer: Vec<u8>,
     /// Bytes of the buffer that are done with.
     done: usize,
     /// The frames of a message so far.
-    message: Message,
+    message: ZmtpMessage,
     message_bytes: usize,
 }
 
-impl Frames {
+impl FrameDecoder {
     fn push(&mut self, bytes: &[u8]) {
         self.buffer.drain(..std::mem::take(&mut self.done));
         self.buffer.extend_from_slice(bytes);
     }
 
     /// The next message or command, if it is complete.
-    fn next(&mut self) -> Result<Option<Unit>, String> {
+    fn next(&mut self) -> Result<Option<PeerInput>, String> {
         loop {
             let rest = &self.buffer[self.done..];
             let Some((&flags, sized)) = rest.split_first() else { return Ok(None) };
@@ -73,7 +73,7 @@ impl Frames {
             let body = body.to_vec();
             self.done += 1 + if flags & LONG == 0 { 1 } else { 8 } + length;
             if flags & COMMAND != 0 {
-                return Ok(Some(Unit::Command(body)));
+                return Ok(Some(PeerInput::Command(body)));
             }
             if self.message.len() == FRAMES_MAX {
                 return Err(format!("a message has more than {FRAMES_MAX} frames"));
@@ -82,7 +82,7 @@ impl Frames {
             self.message.push(body);
             if flags & MORE == 0 {
                 self.message_bytes = 0;
-                return Ok(Some(Unit::Message(std::mem::take(&mut self.message))));
+                return Ok(Some(PeerInput::Message(std::mem::take(&mut self.message))));
             }
         }
     }
@@ -117,7 +117,7 @@ impl ZmqSocket {
 #[derive(Debug)]
 pub(crate) struct ZmqPeer {
     stream: TcpStream,
-    frames: Frames,
+    frames: FrameDecoder,
 }
 
 impl ZmqPeer {
@@ -149,17 +149,17 @@ impl ZmqPeer {
             ready.extend_from_slice(&to_u32(value.len()).to_be_bytes());
             ready.extend_from_slice(value.as_bytes());
         }
-        let mut peer = ZmqPeer { stream, frames: Frames::default() };
+        let mut peer = ZmqPeer { stream, frames: FrameDecoder::default() };
         peer.write(&[framed(COMMAND, &ready)]).await?;
         match peer.next().await? {
-            Unit::Command(command) => {
+            PeerInput::Command(command) => {
                 let kind = socket_type(&command)?;
                 if !socket.may_meet(kind) {
                     let kind = String::from_utf8_lossy(kind);
                     return Err(format!("a socket {kind} does not talk with {}", socket.name()));
                 }
             }
-            Unit::Message(_) => return Err("it does not say what it is".into()),
+            PeerInput::Message(_) => return Err("it does not say what it is".into()),
         }
         Ok(peer)
     }
@@ -180,9 +180,9 @@ impl ZmqPeer {
     ///
     /// # Errors
     /// The connection is broken, or of no use any more.
-    pub(crate) async fn receive(&mut self) -> Result<Message, String> {
+    pub(crate) async fn receive(&mut self) -> Result<ZmtpMessage, String> {
         loop {
-            if let Unit::Message(message) = self.next().await? {
+            if let PeerInput::Message(message) = self.next().await? {
                 return Ok(message);
             }
         }
@@ -195,7 +195,7 @@ impl ZmqPeer {
             .map_err(|error| format!("the connection broke: {error}"))
     }
 
-    async fn next(&mut self) -> Result<Unit, String> {
+    async fn next(&mut self) -> Result<PeerInput, String> {
         let mut piece = Vec::new();
         loop {
             if let Some(unit) = self.frames.next()? {
@@ -251,24 +251,24 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn all(frames: &mut Frames) -> Result<Vec<Unit>, String> {
+    fn all(frames: &mut FrameDecoder) -> Result<Vec<PeerInput>, String> {
         std::iter::from_fn(|| frames.next().transpose()).collect()
     }
 
     #[test]
     fn frames_are_read_as_they_stand_in_the_protocol() {
-        let mut frames = Frames::default();
+        let mut frames = FrameDecoder::default();
         frames.push(b"\x04\x03\x01PX\x01\x01a\x02\0\0\0\0\0\0\0\x02bc\0\0");
         let message =
-            |parts: &[&str]| Unit::Message(parts.iter().map(|part| part.as_bytes().to_vec()).collect());
-        let expected = [Unit::Command(b"\x01PX".to_vec()), message(&["a", "bc"]), message(&[""])];
+            |parts: &[&str]| PeerInput::Message(parts.iter().map(|part| part.as_bytes().to_vec()).collect());
+        let expected = [PeerInput::Command(b"\x01PX".to_vec()), message(&["a", "bc"]), message(&[""])];
         assert_eq!(all(&mut frames), Ok(expected.into()));
     }
 
     #[test]
     fn what_would_take_much_memory_is_refused_before_it_comes() {
         let refused = |bytes: &[u8]| {
-            let mut frames = Frames::default();
+            let mut frames = FrameDecoder::default();
             frames.push(bytes);
             all(&mut frames).is_err()
         };
@@ -303,17 +303,17 @@ mod tests {
                     bytes.extend(framed(if at + 1 < message.len() { MORE } else { 0 }, body));
                 }
             }
-            let (mut frames, mut read) = (Frames::default(), Vec::new());
+            let (mut frames, mut read) = (FrameDecoder::default(), Vec::new());
             for piece in bytes.chunks(cut) {
                 frames.push(piece);
                 read.extend(all(&mut frames).unwrap());
             }
-            prop_assert_eq!(read, messages.into_iter().map(Unit::Message).collect::<Vec<_>>());
+            prop_assert_eq!(read, messages.into_iter().map(PeerInput::Message).collect::<Vec<_>>());
         }
 
         #[test]
         fn hostile_bytes_end_the_connection_and_nothing_more(bytes in proptest::collection::vec(any::<u8>(), 0..99)) {
-            let mut frames = Frames::default();
+            let mut frames = FrameDecoder::default();
             frames.push(&bytes);
             let _ = all(&mut frames);
             let _ = socket_type(&bytes);

@@ -21,7 +21,7 @@ const RENT_MAX: f64 = 8.0;
 
 /// A fleet that grows.
 #[derive(Clone, Debug)]
-pub struct Growth {
+pub struct FleetGrowth {
     start: Vec<u32>,
     counts: Vec<u32>,
     /// Of each pool, whether it computes prompts and whether it decodes.
@@ -30,13 +30,13 @@ pub struct Growth {
     reached: Option<[f64; 2]>,
 }
 
-impl Growth {
+impl FleetGrowth {
     /// From the instances of a fleet on, but for KV nodes, which are its last pools.
     pub fn of(file: &FleetFile) -> Self {
         let computes = || file.pools.iter().take_while(|pool| !pool.role.keeps());
         let counts: Vec<u32> = computes().map(|pool| pool.count).collect();
         let stages = computes().map(|pool| [pool.role.prefills(), pool.role.decodes()]).collect();
-        Growth { start: counts.clone(), counts, stages, reached: None }
+        FleetGrowth { start: counts.clone(), counts, stages, reached: None }
     }
 
     /// Instances of each pool.

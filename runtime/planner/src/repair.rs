@@ -1,12 +1,12 @@
 //! The fewest instances of a fleet's pools that hold an objective, found by simulation.
 //!
 //! A plan rests on rates; waiting, bursts, caches and the scheduler's choices are only seen in a run. From
-//! the counts of a plan pools grow ([`Growth`]) until a run holds the objective, or is seen to get no further
-//! with more instances. Then instances are taken away, of the pools first where that saves most, until no
-//! single one can be spared. If that is asked for, those of one pool are exchanged for those of another,
-//! until no exchange that costs less holds either.
+//! the counts of a plan pools grow ([`FleetGrowth`]) until a run holds the objective, or is seen to get
+//! no further with more instances. Then instances are taken away, of the pools first where that saves most,
+//! until no single one can be spared. If that is asked for, those of one pool are exchanged for those of
+//! another, until no exchange that costs less holds either.
 
-use crate::growth::Growth;
+use crate::growth::FleetGrowth;
 use mixfleet_hal::units::Ordered;
 use mixfleet_sim::capacity::Goal;
 use mixfleet_sim::fleet_file::FleetFile;
@@ -137,7 +137,7 @@ impl TrialLoad<'_> {
     /// Those of a run.
     pub fn repair(&self, file: &FleetFile, limits: &RepairLimits) -> Result<Option<Repaired>, TraceError> {
         let mut search = RepairSearch { trials: self, file, limits, known: BTreeMap::new() };
-        let mut growth = Growth::of(file);
+        let mut growth = FleetGrowth::of(file);
         let mut counts = growth.counts().to_vec();
         let Some(mut trial) = search.trial(&counts)? else { return Ok(None) };
         while !trial.held && growth.grow(&trial.results, limits.fits, limits.rent) {

@@ -2,7 +2,7 @@
 
 use crate::common::{at_random, fleet_from};
 use mixfleet_hal::random::Stream;
-use mixfleet_planner::growth::Growth;
+use mixfleet_planner::growth::FleetGrowth;
 use mixfleet_planner::repair::{FleetTrial, RepairLimits, Repaired, TrialLoad};
 use mixfleet_scheduler::fleet::{Admission, Policy};
 use mixfleet_sim::fleet_file::FleetFile;
@@ -67,7 +67,7 @@ fn the_stage_that_is_short_grows_alone_and_what_does_not_help_ends() {
     let rent = |counts: &[u32]| counts.iter().map(|count| f64::from(*count)).sum();
     for (short, [prefill, decode]) in [[1, 30], [10, 1]].into_iter().enumerate() {
         let file = fleet(prefill, decode);
-        let mut growth = Growth::of(&file);
+        let mut growth = FleetGrowth::of(&file);
         let missed = trials(&requests).trial(&file, growth.counts(), false, &|| true).unwrap().unwrap();
         assert!(!missed.held);
         assert!(!growth.clone().grow(&missed.results, &|_| false, &rent), "there are no more");

@@ -1,6 +1,6 @@
 //! Load on a target: by clients that wait for their answers, or by a trace that does not.
 
-use super::target::{BenchTarget, Timed};
+use super::target::{BenchTarget, TokenTimes};
 use super::wrong;
 use anyhow::Result;
 use indicatif::ProgressBar;
@@ -82,7 +82,7 @@ async fn by_clients(
     (clients, requests): (u32, u32),
     (prompt_tokens, answer_tokens): (u32, u32),
     bar: &ProgressBar,
-) -> Vec<Result<Timed>> {
+) -> Vec<Result<TokenTimes>> {
     let next = Arc::new(AtomicU32::new(0));
     let client = |_| {
         let (target, next, bar) = (target.clone(), next.clone(), bar.clone());
@@ -108,7 +108,7 @@ async fn by_trace(
     requests: &[Request],
     block_tokens: u32,
     bar: &ProgressBar,
-) -> Vec<Result<Timed>> {
+) -> Vec<Result<TokenTimes>> {
     let began = tokio::time::Instant::now();
     let mut asked = Vec::new();
     for request in requests {
@@ -143,7 +143,7 @@ impl LoadOutcome {
     fn of(
         target: String,
         took: Duration,
-        answers: Vec<Result<Timed>>,
+        answers: Vec<Result<TokenTimes>>,
         wanted: &BenchObjectives,
     ) -> LoadOutcome {
         let (mut ttft_s, mut tbt_s) = (Quantiles::default(), Quantiles::default());

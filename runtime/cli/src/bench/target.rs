@@ -1,7 +1,7 @@
 //! What is measured: a model on devices of this process, or a server.
 
 use super::wrong;
-use crate::generate::Ready;
+use crate::generate::ReadyModel;
 use crate::generate::answer::CollectedAnswer;
 use anyhow::{Context, Result, bail};
 use mixfleet_engines::{EngineAddress, EngineKind, HttpEngine};
@@ -21,20 +21,20 @@ static PROMPTS: AtomicU64 = AtomicU64::new(0);
 
 pub(super) enum BenchTarget {
     /// Devices of this process.
-    Here(Box<Ready>),
+    Here(Box<ReadyModel>),
     /// A server and its model's name.
     There(Box<HttpEngine>, String),
 }
 
 /// When the tokens of an answer came.
-pub(super) struct Timed {
+pub(super) struct TokenTimes {
     /// Seconds from the request to each piece of the answer.
     pub(super) times_s: Vec<f64>,
     /// Tokens of the answer, some of which may have come together.
     pub(super) tokens: u32,
 }
 
-impl Timed {
+impl TokenTimes {
     /// Time to the first token.
     ///
     /// # Errors
@@ -103,7 +103,7 @@ impl BenchTarget {
     ///
     /// # Errors
     /// Why there is no such answer.
-    pub(super) async fn answer(&self, prompt: Vec<u32>, tokens: u32) -> Result<Timed> {
+    pub(super) async fn answer(&self, prompt: Vec<u32>, tokens: u32) -> Result<TokenTimes> {
         match self {
             BenchTarget::Here(ready) => here(ready, prompt, tokens).await,
             BenchTarget::There(engine, model) => there(engine, model, &prompt, tokens).await,
@@ -118,7 +118,7 @@ impl BenchTarget {
     }
 }
 
-async fn here(ready: &Ready, prompt: Vec<u32>, tokens: u32) -> Result<Timed> {
+async fn here(ready: &ReadyModel, prompt: Vec<u32>, tokens: u32) -> Result<TokenTimes> {
     let number = PROMPTS.fetch_add(1, Ordering::Relaxed);
     let request = GenerateRequest::greedy(format!("bench-{number}"), prompt, tokens);
     let asked_s = ready.env.now().0;
@@ -126,10 +126,10 @@ async fn here(ready: &Ready, prompt: Vec<u32>, tokens: u32) -> Result<Timed> {
     let answer = CollectedAnswer::new(ready.model.text.tokenizer.stream(), false);
     let answer = answer.collect(updates, ready.env.clone()).await?;
     let times_s: Vec<f64> = answer.times_s.iter().map(|time_s| time_s - asked_s).collect();
-    Ok(Timed { tokens: mixfleet_hal::cast::to_u32(times_s.len()), times_s })
+    Ok(TokenTimes { tokens: mixfleet_hal::cast::to_u32(times_s.len()), times_s })
 }
 
-async fn there(engine: &HttpEngine, model: &str, prompt: &[u32], tokens: u32) -> Result<Timed> {
+async fn there(engine: &HttpEngine, model: &str, prompt: &[u32], tokens: u32) -> Result<TokenTimes> {
     let body = json!({
         "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": true,
         "stream": true,
@@ -160,5 +160,5 @@ async fn there(engine: &HttpEngine, model: &str, prompt: &[u32], tokens: u32) ->
         usage = chunk.usage.or(usage);
     }
     let seen = mixfleet_hal::cast::to_u32(times_s.len());
-    Ok(Timed { times_s, tokens: usage.map_or(seen, |usage| usage.completion_tokens) })
+    Ok(TokenTimes { times_s, tokens: usage.map_or(seen, |usage| usage.completion_tokens) })
 }

@@ -18,7 +18,7 @@ const COLUMNS: usize = 80;
 const NUMBERS: usize = 44;
 
 /// A device's state at a reading.
-struct Reading<'a> {
+struct DeviceReading<'a> {
     info: &'a DeviceInfo,
     /// Bytes in use, by whomever; none if the device cannot tell.
     used_bytes: Option<f64>,
@@ -78,13 +78,13 @@ fn open(named: &[String]) -> Result<Vec<Arc<dyn Device>>> {
     (!opened.is_empty()).then_some(opened).context("no device can be opened; see 'mixfleet devices'")
 }
 
-fn read(device: &dyn Device) -> Reading<'_> {
+fn read(device: &dyn Device) -> DeviceReading<'_> {
     let info = device.info();
     let used_bytes = device.memory_free().map(|free| (info.memory.0 - free.0).max(0.0));
-    Reading { info, used_bytes, health: device.health() }
+    DeviceReading { info, used_bytes, health: device.health() }
 }
 
-fn document(reading: &Reading<'_>) -> serde_json::Value {
+fn document(reading: &DeviceReading<'_>) -> serde_json::Value {
     json!({
         "id": reading.info.id,
         "name": reading.info.name,
@@ -95,7 +95,7 @@ fn document(reading: &Reading<'_>) -> serde_json::Value {
 }
 
 /// A line for each device below a head, none longer than `columns` unless that is less than the numbers take.
-fn table(readings: &[Reading<'_>], columns: usize) -> Vec<String> {
+fn table(readings: &[DeviceReading<'_>], columns: usize) -> Vec<String> {
     let names: Vec<_> = readings.iter().map(|reading| (&*reading.info.id, &*reading.info.name)).collect();
     let longest = |of: fn(&(&str, &str)) -> usize| names.iter().map(of).max().unwrap_or(0);
     let ids = longest(|(id, _)| id.chars().count()).max("device".len());
@@ -111,7 +111,7 @@ fn table(readings: &[Reading<'_>], columns: usize) -> Vec<String> {
 }
 
 /// Memory, load, temperature, power and clock; a dash where the device cannot tell.
-fn numbers(Reading { info, used_bytes, health }: &Reading<'_>) -> String {
+fn numbers(DeviceReading { info, used_bytes, health }: &DeviceReading<'_>) -> String {
     let gib = |bytes: f64| format!("{:.1}", bytes / GIB as f64);
     let told = |value: Option<f64>, unit: &str| value.map(|value| format!("{value:.0}{unit}"));
     let [load, temperature, power, clock] = [
@@ -160,8 +160,8 @@ mod tests {
             ..Health::default()
         };
         let readings = [
-            Reading { info: &known, used_bytes: Some(75.25 * GIB as f64), health },
-            Reading { info: &silent, used_bytes: None, health: Health::default() },
+            DeviceReading { info: &known, used_bytes: Some(75.25 * GIB as f64), health },
+            DeviceReading { info: &silent, used_bytes: None, health: Health::default() },
         ];
         let lines = table(&readings, 80);
         assert_eq!(

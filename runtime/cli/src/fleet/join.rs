@@ -36,7 +36,7 @@ impl JoinArgs {
         let registry = self.registry(env).await?;
         let security = self.tls.security()?;
         let trust = match &security {
-            Security::Tls(identity) => Trust::Tls(Arc::new(Known(identity.clone()))),
+            Security::Tls(identity) => Trust::Tls(Arc::new(KvCertificates(identity.clone()))),
             _ => Trust::Token(token::load(self.token_file.as_deref())?),
         };
         Ok(Join { rpc: RpcConfig { silence: self.lease(), trust }, security, registry })
@@ -113,9 +113,9 @@ impl JoinArgs {
 
 /// The certificates, which KV connections use too.
 #[derive(Debug)]
-struct Known(Arc<TlsIdentity>);
+struct KvCertificates(Arc<TlsIdentity>);
 
-impl Certificates for Known {
+impl Certificates for KvCertificates {
     fn server(&self) -> Arc<rustls::ServerConfig> {
         self.0.control_server()
     }

@@ -3,7 +3,7 @@
 use crate::affinity::LocatedDevices;
 use crate::failure::UsageError;
 use crate::remote::{self, RemoteArgs};
-use crate::serve::Signals;
+use crate::serve::ServeSignals;
 use crate::{backends, serve};
 use anyhow::Result;
 use clap::Args;
@@ -48,7 +48,7 @@ pub(crate) fn member(args: &MemberArgs) -> Result<()> {
     }?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
-        Signals::new()?.next().await;
+        ServeSignals::new()?.next().await;
         Ok(())
     })
 }

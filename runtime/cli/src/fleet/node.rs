@@ -4,7 +4,7 @@ use super::WorkerArgs;
 use crate::args::TierArgs;
 use crate::digest::Digest;
 use crate::failure::UsageError;
-use crate::model::Model;
+use crate::model::LoadedModel;
 use crate::{backends, start, tiers};
 use anyhow::Result;
 use mixfleet_hal::cast::to_u64;
@@ -56,7 +56,7 @@ pub(super) fn check(args: &WorkerArgs) -> Result<()> {
 /// and comes from it.
 pub(super) fn open(
     args: &WorkerArgs,
-    model: &Model,
+    model: &LoadedModel,
     (identity, digest): (&Identity, &Digest),
 ) -> Result<(Loaded, CostModel, Option<f64>)> {
     let (instances, config) = (&args.instances, Arc::new(model.checkpoint.config.clone()));

@@ -9,9 +9,9 @@ use crate::digest::Digest;
 use crate::failure::UsageError;
 use crate::logs;
 use crate::remote::RemoteArgs;
-use crate::serve::{self, Around, Signals};
+use crate::serve::{self, Around, ServeSignals};
 use crate::start;
-use crate::tiers::Pools;
+use crate::tiers::InstancePools;
 use anyhow::{Context, Result};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
@@ -39,7 +39,7 @@ pub(crate) fn router(args: RouterArgs) -> Result<()> {
     serve::check(&args.front)?;
     let RouterArgs { join, model, front } = args;
     serve::run_server(async {
-        let mut signals = Signals::new()?;
+        let mut signals = ServeSignals::new()?;
         let handle = tokio::runtime::Handle::current();
         let load = move |around: Around, front: &crate::args::FrontArgs| {
             handle.block_on(join_as_router(&join, &model, front, around))
@@ -121,7 +121,7 @@ fn identity(charter: &Charter, own: &ModelIdentity) -> Identity {
 /// When the weights change while their digest is computed, or the fleet serves something else.
 async fn charter(
     join: &Join,
-    model: &crate::model::Model,
+    model: &crate::model::LoadedModel,
     env: &SharedEnv,
 ) -> Result<(Charter, ModelIdentity, Digest)> {
     let checkpoint = model.checkpoint.clone();
@@ -154,7 +154,7 @@ pub(crate) fn worker(args: WorkerArgs) -> Result<()> {
 
 async fn work(args: WorkerArgs, control: SocketAddr, data: SocketAddr) -> Result<()> {
     let env: SharedEnv = Arc::new(RealEnv::new(tokio::runtime::Handle::current()));
-    let mut signals = Signals::new()?;
+    let mut signals = ServeSignals::new()?;
     raise_descriptors();
     let metrics = Metrics::new();
     logs::count_dropped_in(&metrics.log_lines_dropped);
@@ -172,7 +172,7 @@ async fn work(args: WorkerArgs, control: SocketAddr, data: SocketAddr) -> Result
         joined = joining => joined?,
         () = signals.next() => return Ok(()),
     };
-    let Joined { membership, serving, hub, pools } = joined;
+    let JoinedWorker { membership, serving, hub, pools } = joined;
     ready.send_replace(true);
     tokio::select! {
         served = serving => served.context("serving was cut short")??,
@@ -194,11 +194,11 @@ async fn work(args: WorkerArgs, control: SocketAddr, data: SocketAddr) -> Result
 }
 
 /// A worker process that has joined its fleet.
-struct Joined {
+struct JoinedWorker {
     membership: Membership,
     serving: tokio::task::JoinHandle<Result<(), mixfleet_runtime::fleet::rpc::CallError>>,
     hub: Hub,
-    pools: Pools,
+    pools: InstancePools,
 }
 
 async fn join_as_worker(
@@ -207,13 +207,13 @@ async fn join_as_worker(
     control: SocketAddr,
     data: SocketAddr,
     metrics: Metrics,
-) -> Result<Joined> {
+) -> Result<JoinedWorker> {
     let join = args.join.open(env).await?;
     let door = FleetListener::open(control, join.rpc.clone())?;
     let model = serve::load_model(&args.model, env)?;
     let (charter, own, digest) = charter(&join, &model, env).await?;
     let (loaded, prices) = load(args, model, identity(&charter, &own), digest, env.clone()).await?;
-    let pools = Pools::of(&loaded);
+    let pools = InstancePools::of(&loaded);
     let hand_off = HandOffLimits { timeout: PIECE_TIMEOUT, ..HandOffLimits::default() };
     let located = LocatedDevices::of(&loaded);
     let open = || transports::open(args, &join, data, &hand_off, &located);
@@ -248,7 +248,7 @@ async fn join_as_worker(
     env.spawn(Box::pin(connect_peers(env.clone(), hub.clone(), probe_links, members, record, join.rpc)));
     membership.joined().await;
     tracing::info!(member = name, %address, fleet = args.join.fleet, "joined");
-    Ok(Joined { membership, serving, hub, pools })
+    Ok(JoinedWorker { membership, serving, hub, pools })
 }
 
 /// Minimum time between two changes of a record: etcd tells every member of each.
@@ -272,7 +272,7 @@ async fn record_states(mut states: Receiver<BTreeMap<InstanceId, InstanceState>>
 /// Loads the model on the devices, and returns them with their rents. Blocks its thread.
 async fn load(
     args: &WorkerArgs,
-    model: crate::model::Model,
+    model: crate::model::LoadedModel,
     identity: Identity,
     digest: Digest,
     env: SharedEnv,

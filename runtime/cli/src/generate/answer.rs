@@ -62,13 +62,13 @@ impl CollectedAnswer {
 }
 
 /// The answers to all copies of a prompt.
-pub(crate) struct Answers {
+pub(crate) struct PromptAnswers {
     pub(crate) answers: Vec<CollectedAnswer>,
     pub(crate) start_s: f64,
     pub(crate) energy_j: Option<f64>,
 }
 
-impl Answers {
+impl PromptAnswers {
     /// Time and tokens between the last copy's first token and the first copy's last: all copies decode then,
     /// and none computes its prompt.
     fn together(&self) -> Option<(f64, usize)> {
@@ -104,7 +104,7 @@ impl Answers {
 mod tests {
     use super::*;
 
-    fn answers(times_s: &[&[f64]]) -> Answers {
+    fn answers(times_s: &[&[f64]]) -> PromptAnswers {
         let answer = |times_s: &&[f64]| CollectedAnswer {
             stream: None,
             shown: false,
@@ -113,7 +113,7 @@ mod tests {
             placement: Value::Null,
             times_s: times_s.to_vec(),
         };
-        Answers { answers: times_s.iter().map(answer).collect(), start_s: 1.0, energy_j: Some(6.0) }
+        PromptAnswers { answers: times_s.iter().map(answer).collect(), start_s: 1.0, energy_j: Some(6.0) }
     }
 
     #[test]

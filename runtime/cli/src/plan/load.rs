@@ -61,7 +61,7 @@ struct WorkloadHour {
 
 /// Where the load of a model comes from.
 #[derive(Clone, Copy)]
-pub(super) enum LoadSource<'a> {
+pub(super) enum PlanLoadSource<'a> {
     Trace(&'a Path),
     /// Loads by the hour.
     Workload(&'a Path),
@@ -69,7 +69,7 @@ pub(super) enum LoadSource<'a> {
     Rate(f64, [u32; 2]),
 }
 
-impl<'a> LoadSource<'a> {
+impl<'a> PlanLoadSource<'a> {
     /// The load of each model; one that is given once is that of all.
     pub(super) fn of(args: &'a PlanArgs) -> Result<Vec<Self>> {
         let models = args.model.len();
@@ -79,9 +79,9 @@ impl<'a> LoadSource<'a> {
         let input = for_each(models, "input-tokens", &args.input_tokens)?;
         let output = for_each(models, "output-tokens", &args.output_tokens)?;
         let of = |at: usize| match (traces.get(at), workloads.get(at), rates.get(at)) {
-            (Some(path), ..) => Some(LoadSource::Trace(path)),
-            (_, Some(path), _) => Some(LoadSource::Workload(path)),
-            (_, _, Some(rate)) => Some(LoadSource::Rate(**rate, [**input.get(at)?, **output.get(at)?])),
+            (Some(path), ..) => Some(PlanLoadSource::Trace(path)),
+            (_, Some(path), _) => Some(PlanLoadSource::Workload(path)),
+            (_, _, Some(rate)) => Some(PlanLoadSource::Rate(**rate, [**input.get(at)?, **output.get(at)?])),
             _ => None,
         };
         let ways = "--trace, --workload, or --rate with --input-tokens and --output-tokens";
@@ -105,11 +105,11 @@ fn for_each<'a, T>(models: usize, flag: &str, given: &'a [T]) -> Result<Vec<&'a 
 }
 
 impl PlanLoad {
-    pub(super) fn read(args: &PlanArgs, source: LoadSource<'_>) -> Result<Self> {
+    pub(super) fn read(args: &PlanArgs, source: PlanLoadSource<'_>) -> Result<Self> {
         match source {
-            LoadSource::Trace(path) => Self::of_trace(args, path),
-            LoadSource::Workload(path) => Self::of_workload(args, path),
-            LoadSource::Rate(rate, size) => Ok(Self::of_rate(args, rate, size)),
+            PlanLoadSource::Trace(path) => Self::of_trace(args, path),
+            PlanLoadSource::Workload(path) => Self::of_workload(args, path),
+            PlanLoadSource::Rate(rate, size) => Ok(Self::of_rate(args, rate, size)),
         }
     }
 

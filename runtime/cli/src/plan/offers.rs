@@ -17,7 +17,7 @@ use tables::Stock;
 
 /// The candidates, and what is none.
 #[derive(Clone)]
-pub(super) struct Offers {
+pub(super) struct PlanOffers {
     pub(super) parts: Vec<OfferedPart>,
     /// The price of each.
     pub(super) prices: Vec<Price>,
@@ -30,7 +30,7 @@ pub(super) struct Offers {
     pub(super) warnings: Vec<String>,
 }
 
-impl Offers {
+impl PlanOffers {
     pub(super) fn read(args: &PlanArgs) -> Result<Self> {
         let list = args.prices.as_deref().map(prices::read).transpose()?.unwrap_or_default();
         let stock = args.inventory.as_deref().map(tables::inventory).transpose()?;
@@ -46,7 +46,7 @@ impl Offers {
                 wanted.extend(catalog::part(id));
             }
         }
-        let mut offers = Offers {
+        let mut offers = PlanOffers {
             parts: Vec::new(),
             prices: Vec::new(),
             links: args.links.as_deref().map(tables::links).transpose()?.unwrap_or_default(),

@@ -7,7 +7,7 @@ mod words;
 
 use super::args::PlanArgs;
 use super::load::PlanLoad;
-use super::offers::Offers;
+use super::offers::PlanOffers;
 use mixfleet_hal::StoredAs;
 use mixfleet_planner::found::PlanFound;
 use mixfleet_planner::hours::HourPlan;
@@ -28,7 +28,7 @@ pub(super) struct Planned<'a> {
     pub(super) load: &'a PlanLoad,
     /// The directory for files.
     pub(super) out: Option<&'a Path>,
-    pub(super) offers: &'a Offers,
+    pub(super) offers: &'a PlanOffers,
     pub(super) outcome: &'a PlanFound,
     /// What each hour takes; empty for less than two hours.
     pub(super) hours: &'a [HourPlan],

@@ -1,8 +1,8 @@
 //! Plans the models that were asked for, and prints and writes the plans.
 
 use super::args::PlanArgs;
-use super::load::{LoadSource, PlanLoad};
-use super::offers::Offers;
+use super::load::{PlanLoad, PlanLoadSource};
+use super::offers::PlanOffers;
 use super::render::{Planned, document, page, progress_words, table};
 use super::{deploy, several, tiers};
 use crate::failure::{Failed, UsageError};
@@ -38,7 +38,7 @@ pub(super) struct ModelWanted {
 impl ModelWanted {
     /// The models that were asked for.
     fn read(args: &PlanArgs) -> Result<Vec<Self>> {
-        let sources = LoadSource::of(args)?;
+        let sources = PlanLoadSource::of(args)?;
         let mut wanted = Vec::new();
         for (name, source) in args.model.iter().zip(sources) {
             let model = find(name).map_err(|error| UsageError(format!("--model: {error}")))?;
@@ -95,7 +95,7 @@ pub(super) fn market(
     args: &PlanArgs,
     model: &'static KnownModel,
     load: &PlanLoad,
-    offers: &Offers,
+    offers: &PlanOffers,
 ) -> Market {
     let mut classes = load.classes.clone();
     classes.iter_mut().for_each(|class| class.rate *= 1.0 + args.headroom);
@@ -116,7 +116,7 @@ pub(super) fn market(
 }
 
 /// Searches for the fleets of a market that hold the objective under a load.
-fn search(args: &PlanArgs, market: &Market, load: &PlanLoad, offers: &Offers) -> Result<PlanFound> {
+fn search(args: &PlanArgs, market: &Market, load: &PlanLoad, offers: &PlanOffers) -> Result<PlanFound> {
     let (cancelled, tiers) = (Arc::new(AtomicBool::new(false)), tiers::choices(args));
     let progress = |progress: SearchProgress<'_>| {
         if std::io::stderr().is_terminal() {
@@ -140,7 +140,7 @@ fn search(args: &PlanArgs, market: &Market, load: &PlanLoad, offers: &Offers) ->
 }
 
 /// Plans a model, and writes its files.
-pub(super) fn plan(args: &PlanArgs, wanted: ModelWanted, offers: &Offers) -> Result<Printed> {
+pub(super) fn plan(args: &PlanArgs, wanted: ModelWanted, offers: &PlanOffers) -> Result<Printed> {
     let ModelWanted { model, mut load, out } = wanted;
     let mut market = market(args, model, &load, offers);
     let factor = 1.0 + args.headroom;
@@ -180,7 +180,7 @@ pub(super) fn plan(args: &PlanArgs, wanted: ModelWanted, offers: &Offers) -> Res
 }
 
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
-    let mut offers = Offers::read(args)?;
+    let mut offers = PlanOffers::read(args)?;
     let mut wanted = ModelWanted::read(args)?;
     offers.warnings.extend(wanted.iter().filter_map(|wanted| wanted.load.warning(args)));
     for warning in &offers.warnings {

@@ -1,7 +1,7 @@
 //! One model after the other, where several share what there is.
 
 use super::args::PlanArgs;
-use super::offers::Offers;
+use super::offers::PlanOffers;
 use super::render::document;
 use super::run::{ModelWanted, Printed, market, plan};
 use crate::failure::{Failed, UsageError};
@@ -12,7 +12,7 @@ use serde_json::json;
 use std::io::Write;
 
 /// Plans each model and prints the plans in the order that was asked for.
-pub(super) fn run(args: &PlanArgs, wanted: Vec<ModelWanted>, offers: &Offers) -> Result<()> {
+pub(super) fn run(args: &PlanArgs, wanted: Vec<ModelWanted>, offers: &PlanOffers) -> Result<()> {
     if args.html.is_some() {
         return Err(UsageError("--html: a page has one model; plan them one by one".into()).into());
     }
@@ -29,7 +29,7 @@ pub(super) fn run(args: &PlanArgs, wanted: Vec<ModelWanted>, offers: &Offers) ->
     let mut printed: Vec<(usize, Printed)> = Vec::new();
     let order = cheapest_order(wanted.len(), &offers.parts, |at, parts| {
         let ModelWanted { model, load, .. } = &wanted[at];
-        market(args, model, load, &Offers { parts, ..offers.clone() })
+        market(args, model, load, &PlanOffers { parts, ..offers.clone() })
     });
     let mut wanted: Vec<Option<ModelWanted>> = wanted.into_iter().map(Some).collect();
     for at in order {

@@ -24,7 +24,7 @@ pub(super) struct CheckArgs {
 const SHOWN_MAX: usize = 20;
 
 /// What is known about a file.
-struct Verdict {
+struct FileVerdict {
     /// The schema that it names.
     schema: String,
     errors: Vec<String>,
@@ -36,7 +36,7 @@ struct Verdict {
 pub(super) fn run(args: &CheckArgs) -> Result<()> {
     let file = args.file.display();
     let text = mixfleet_hal::files::read_text(&args.file).with_context(|| format!("cannot read {file}"))?;
-    let Verdict { schema, errors, warnings, holds } = judge(&text);
+    let FileVerdict { schema, errors, warnings, holds } = judge(&text);
     let mut out = screen::output(args.json);
     if args.json {
         let document = json!({
@@ -69,8 +69,8 @@ pub(super) fn run(args: &CheckArgs) -> Result<()> {
     }
 }
 
-fn judge(text: &str) -> Verdict {
-    let failed = |schema: &str, error: String| Verdict {
+fn judge(text: &str) -> FileVerdict {
+    let failed = |schema: &str, error: String| FileVerdict {
         schema: schema.into(),
         errors: vec![error],
         warnings: Vec::new(),
@@ -103,7 +103,7 @@ fn judge(text: &str) -> Verdict {
         Err(_) => errors = deviations,
     }
     warnings.extend(unknown);
-    Verdict { schema: named.into(), errors, warnings, holds }
+    FileVerdict { schema: named.into(), errors, warnings, holds }
 }
 
 /// What a device's profile holds, in words.

@@ -25,7 +25,7 @@ pub(super) struct ImportArgs {
     /// Whose tables: aiconfigurator (a file or a directory of *_perf.parquet, .txt or .csv) or llmservingsim
     /// (a directory with dense.csv, per_sequence.csv and attention.csv)
     #[arg(long, value_name = "PROJECT", hide_possible_values = true)]
-    from: Source,
+    from: ImportSource,
     /// The tables
     path: PathBuf,
     /// Where to write the profile, as JSON
@@ -34,7 +34,7 @@ pub(super) struct ImportArgs {
     /// Write an 'engine' profile, for a pool of a fleet file, or a 'device' profile, for any command
     /// [default: engine for llmservingsim, device for aiconfigurator]
     #[arg(long = "as", value_name = "KIND", hide_possible_values = true)]
-    kind: Option<Kind>,
+    kind: Option<ImportKind>,
     /// Take the rows of this device, of several in the tables
     #[arg(long, value_name = "NAME")]
     device: Option<String>,
@@ -59,13 +59,13 @@ pub(super) struct ImportArgs {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Source {
+enum ImportSource {
     Aiconfigurator,
     Llmservingsim,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Kind {
+enum ImportKind {
     Device,
     Engine,
 }
@@ -88,12 +88,12 @@ pub(super) fn run(args: &ImportArgs) -> Result<()> {
         return Err(UsageError(format!("--out {out} is the table itself")).into());
     }
     let imported = match (args.from, args.kind) {
-        (Source::Aiconfigurator, Some(Kind::Engine)) => {
+        (ImportSource::Aiconfigurator, Some(ImportKind::Engine)) => {
             let why = "aiconfigurator's tables are of kernels, not of an engine's steps; leave --as out";
             return Err(UsageError(why.into()).into());
         }
-        (Source::Aiconfigurator, _) => kernels(args)?,
-        (Source::Llmservingsim, kind) => engine(args, kind.unwrap_or(Kind::Engine))?,
+        (ImportSource::Aiconfigurator, _) => kernels(args)?,
+        (ImportSource::Llmservingsim, kind) => engine(args, kind.unwrap_or(ImportKind::Engine))?,
     };
     writable(&args.out)?;
     write_whole(&args.out, imported.text.as_bytes()).with_context(|| format!("cannot write {out}"))?;
@@ -160,7 +160,7 @@ fn kernels(args: &ImportArgs) -> Result<Imported> {
     Ok(Imported { text, device, engine, rows, errors, left_out, not_read, schema: DeviceProfile::SCHEMA })
 }
 
-fn engine(args: &ImportArgs, kind: Kind) -> Result<Imported> {
+fn engine(args: &ImportArgs, kind: ImportKind) -> Result<Imported> {
     let path = args.path.display();
     for (flag, given) in [("--device", args.device.is_some()), ("--engine", args.engine.is_some())] {
         if given {
@@ -175,7 +175,7 @@ fn engine(args: &ImportArgs, kind: Kind) -> Result<Imported> {
     let tables = profile.dense.values().chain(profile.per_sequence.values());
     let rows = (tables.map(Vec::len).sum::<usize>() + profile.attention.len()) as u64;
     let (device, engine) = (profile.device.clone(), profile.engine.clone());
-    let (text, errors, schema) = if kind == Kind::Device {
+    let (text, errors, schema) = if kind == ImportKind::Device {
         let name = profile.model.rsplit('/').next().unwrap_or_default();
         let model = models::find(name).map_err(|error| anyhow!("{path}: its model: {error}"))?;
         let shape = model.shape(args.dtype.unwrap_or(DType::Bf16));

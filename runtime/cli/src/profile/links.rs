@@ -88,7 +88,7 @@ fn of_this_host(effort: &LinkEffort, document: &mut LinksDocument) {
     match links::nics() {
         Err(reason) => document.absent.push(Absence { link: "verbs".into(), reason }),
         Ok(nics) => {
-            let looped = |(name, nic): links::Nic| to_itself(&*nic, &name, effort);
+            let looped = |(name, nic): links::NicTransport| to_itself(&*nic, &name, effort);
             document.links.extend(nics.into_iter().map(looped));
         }
     }

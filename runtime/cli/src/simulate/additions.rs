@@ -1,7 +1,7 @@
 //! What one instance more of each pool brings.
 
 use super::opened::OpenedFleet;
-use super::watch::Watch;
+use super::watch::RunWatch;
 use crate::trace_file::FileBar;
 use anyhow::Result;
 use mixfleet_hal::units::Ordered;
@@ -43,7 +43,7 @@ impl Additions {
         for (at, pool) in fleet.file.pools.iter().enumerate() {
             let setup = fleet.with_one_more(at)?;
             let mut load = fleet.load()?;
-            let mut watch = Watch::new(FileBar::new(load.progress()), &setup);
+            let mut watch = RunWatch::new(FileBar::new(load.progress()), &setup);
             let with = fleet.play(&mut load, &setup, &mut watch)?;
             each.push(Addition {
                 pool: pool.name.clone(),

@@ -3,9 +3,9 @@
 
 use super::opened::OpenedFleet;
 use super::run::NO_REQUEST;
-use super::subject::Simulated;
+use super::subject::SimulationSubject;
 use super::unmet::Unmet;
-use super::watch::Watch;
+use super::watch::RunWatch;
 use crate::failure::Failed;
 use crate::screen;
 use crate::trace_file::FileBar;
@@ -18,7 +18,7 @@ use std::fmt::Write as _;
 use std::io::{IsTerminal, Write};
 
 #[derive(Serialize)]
-struct Document<'a> {
+struct CapacityDocument<'a> {
     schema: &'static str,
     /// The share of requests that must meet the SLO.
     share: f64,
@@ -33,7 +33,7 @@ struct Document<'a> {
     slo_attainment: f64,
     usd_per_hour: Option<f64>,
     requests_per_usd: Option<f64>,
-    simulated: &'a Simulated,
+    simulated: &'a SimulationSubject,
     probes: &'a [Probe],
 }
 
@@ -55,7 +55,7 @@ pub(super) fn run(fleet: &OpenedFleet<'_>, share: f64) -> Result<()> {
         return Err(Failed(no_capacity(slowest.slo_attainment, share, &unmet)).into());
     };
     let usd_per_hour = fleet.file.usd_per_hour().filter(|&usd| usd > 0.0);
-    let document = Document {
+    let document = CapacityDocument {
         schema: "mixfleet.capacity/1",
         share,
         speedup: best.speedup,
@@ -104,7 +104,7 @@ impl<'a> Prober<'a> {
     fn probe(&self, speedup: f64, to_the_end: bool) -> Result<(Probe, Unmet)> {
         let &Prober { fleet, goal, last_at_s } = self;
         let mut trace = fleet.args.open_trace()?;
-        let mut watch = Watch::new(FileBar::new(Some(trace.progress())), &fleet.setup);
+        let mut watch = RunWatch::new(FileBar::new(Some(trace.progress())), &fleet.setup);
         watch.goal = (!to_the_end).then_some(goal);
         let blocks = trace.block_tokens().unwrap_or(fleet.file.kv.block_tokens);
         let requests = fleet.args.replay.play_at(&mut trace, fleet.scheduling.seed, speedup);
@@ -129,7 +129,7 @@ fn no_capacity(attainment: f64, share: f64, unmet: &Unmet) -> String {
     )
 }
 
-fn table(d: &Document<'_>) -> String {
+fn table(d: &CapacityDocument<'_>) -> String {
     let mut text = String::new();
     let mut line = |name: &str, value: String| {
         let _ = writeln!(text, "  {name:<16} {value}");

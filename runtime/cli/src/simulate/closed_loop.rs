@@ -19,10 +19,10 @@ pub(super) struct ClosedLoopArgs {
     requests: Option<u64>,
     /// Length of their prompts, or least and most
     #[arg(long, value_name = "N|LEAST..MOST", requires = "closed_loop", conflicts_with = "trace", default_value = "1024", value_parser = lengths)]
-    input_tokens: Lengths,
+    input_tokens: TokenRange,
     /// Length of their answers, or least and most
     #[arg(long, value_name = "N|LEAST..MOST", requires = "closed_loop", conflicts_with = "trace", default_value = "1024", value_parser = lengths)]
-    output_tokens: Lengths,
+    output_tokens: TokenRange,
     /// Time from an answer to the client's next request
     #[arg(long, value_name = "SECONDS", requires = "closed_loop", conflicts_with = "trace", value_parser = positive, hide = true)]
     think_s: Option<f64>,
@@ -33,16 +33,16 @@ pub(super) struct ClosedLoopArgs {
 
 /// Least and most tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Lengths([u32; 2]);
+struct TokenRange([u32; 2]);
 
-fn lengths(text: &str) -> Result<Lengths, String> {
+fn lengths(text: &str) -> Result<TokenRange, String> {
     let (least, most) = text.split_once("..").unwrap_or((text, text));
     let number = |text: &str| text.parse().ok().filter(|number| (1..=TOKENS_MAX).contains(number));
     let both = number(least).zip(number(most)).filter(|(least, most)| least <= most);
     let (least, most) = both.ok_or_else(|| {
         format!("expected a number of tokens from 1 to {TOKENS_MAX}, or two, as in 820..1024")
     })?;
-    Ok(Lengths([least, most]))
+    Ok(TokenRange([least, most]))
 }
 
 impl ClosedLoopArgs {
@@ -67,8 +67,8 @@ mod tests {
 
     #[test]
     fn lengths_are_one_number_or_two() {
-        assert_eq!(lengths("7"), Ok(Lengths([7, 7])));
-        assert_eq!(lengths("820..1024"), Ok(Lengths([820, 1024])));
+        assert_eq!(lengths("7"), Ok(TokenRange([7, 7])));
+        assert_eq!(lengths("820..1024"), Ok(TokenRange([820, 1024])));
         for wrong in ["", "0", "7..", "9..8", "x", "1..99999999999"] {
             assert!(lengths(wrong).unwrap_err().contains("820..1024"), "{wrong}");
         }

@@ -7,7 +7,7 @@ const POINTS_MAX: usize = 400;
 
 /// The values kept of a sample; counts of an interval are kept as rates, so that all values can be averaged.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Quantity {
+pub(super) enum HistoryQuantity {
     PrefillLoad,
     DecodeLoad,
     PrefillUtilisation,
@@ -25,13 +25,13 @@ pub(super) enum Quantity {
 const QUANTITIES: usize = 12;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Point {
+pub(super) struct HistoryPoint {
     pub(super) time_s: f64,
     interval_s: f64,
     values: [f64; QUANTITIES],
 }
 
-impl Point {
+impl HistoryPoint {
     fn new(s: &Sample) -> Self {
         let rate = |count: u64| if s.interval_s > 0.0 { count as f64 / s.interval_s } else { 0.0 };
         let values = [
@@ -48,15 +48,15 @@ impl Point {
             rate(s.fleet_arrived),
             rate(s.fleet_rejected),
         ];
-        Point { time_s: s.time_s, interval_s: s.interval_s, values }
+        HistoryPoint { time_s: s.time_s, interval_s: s.interval_s, values }
     }
 
-    pub(super) fn get(&self, quantity: Quantity) -> f64 {
+    pub(super) fn get(&self, quantity: HistoryQuantity) -> f64 {
         self.values[quantity as usize]
     }
 
     /// The mean of both points, weighted by time.
-    fn merge(&mut self, later: &Point) {
+    fn merge(&mut self, later: &HistoryPoint) {
         let interval_s = self.interval_s + later.interval_s;
         let share = if interval_s > 0.0 { later.interval_s / interval_s } else { 1.0 };
         for (value, other) in self.values.iter_mut().zip(later.values) {
@@ -68,20 +68,20 @@ impl Point {
 
 /// The history of one pool. Where its points become too many, each pair is merged into one.
 #[derive(Clone, Debug)]
-pub(super) struct Course {
-    points: Vec<Point>,
+pub(super) struct PoolHistory {
+    points: Vec<HistoryPoint>,
     /// Number of samples in a point.
     stride: u32,
     /// Number of samples in the last point.
     filled: u32,
 }
 
-impl Course {
+impl PoolHistory {
     fn new() -> Self {
-        Course { points: Vec::new(), stride: 1, filled: 1 }
+        PoolHistory { points: Vec::new(), stride: 1, filled: 1 }
     }
 
-    fn add(&mut self, point: &Point) {
+    fn add(&mut self, point: &HistoryPoint) {
         if let Some(last) = self.points.last_mut().filter(|_| self.filled < self.stride) {
             last.merge(point);
             self.filled += 1;
@@ -100,27 +100,27 @@ impl Course {
         self.filled = 1;
     }
 
-    pub(super) fn points(&self) -> &[Point] {
+    pub(super) fn points(&self) -> &[HistoryPoint] {
         &self.points
     }
 }
 
 /// The history of all pools, and of the requests' outcomes.
-pub(super) struct History {
-    pub(super) pools: Vec<Course>,
+pub(super) struct RunHistory {
+    pub(super) pools: Vec<PoolHistory>,
     pub(super) ttft_s: Quantiles,
     pub(super) tbt_s: Quantiles,
     pub(super) e2e_s: Quantiles,
 }
 
-impl History {
+impl RunHistory {
     pub(super) fn new(pools: usize) -> Self {
         let none = Quantiles::default;
-        History { pools: vec![Course::new(); pools], ttft_s: none(), tbt_s: none(), e2e_s: none() }
+        RunHistory { pools: vec![PoolHistory::new(); pools], ttft_s: none(), tbt_s: none(), e2e_s: none() }
     }
 
     pub(super) fn add(&mut self, sample: &Sample) {
-        self.pools[sample.pool as usize].add(&Point::new(sample));
+        self.pools[sample.pool as usize].add(&HistoryPoint::new(sample));
     }
 
     pub(super) fn finished(&mut self, answer: &AnswerTimes) {
@@ -138,7 +138,7 @@ mod tests {
 
     #[test]
     fn however_many_samples_the_points_are_few_and_nothing_is_lost() {
-        let mut history = History::new(1);
+        let mut history = RunHistory::new(1);
         for i in 1..=100_001u32 {
             let (time_s, completed) = (f64::from(i), u64::from(i % 3));
             history.add(&Sample { time_s, interval_s: 1.0, completed, queued: 7, ..Sample::default() });
@@ -147,9 +147,9 @@ mod tests {
         let points = history.pools[0].points();
         assert!(points.len() > POINTS_MAX / 2 - 1);
         assert_eq!(points.last().map(|point| point.time_s), Some(100_001.0));
-        let completed: f64 = points.iter().map(|p| p.get(Quantity::Completed) * p.interval_s).sum();
+        let completed: f64 = points.iter().map(|p| p.get(HistoryQuantity::Completed) * p.interval_s).sum();
         let all: u32 = (1..=100_001u32).map(|i| i % 3).sum();
         assert!((completed - f64::from(all)).abs() < 1e-6 * f64::from(all), "{completed} {all}");
-        assert!(points.iter().all(|point| (point.get(Quantity::Queued) - 7.0).abs() < 1e-9));
+        assert!(points.iter().all(|point| (point.get(HistoryQuantity::Queued) - 7.0).abs() < 1e-9));
     }
 }

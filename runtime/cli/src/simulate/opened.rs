@@ -1,8 +1,8 @@
 //! A fleet and a load of the command line, ready to be simulated.
 
 use super::args::SimulateArgs;
-use super::subject::Simulated;
-use super::watch::Watch;
+use super::subject::SimulationSubject;
+use super::watch::RunWatch;
 use crate::prices::PriceList;
 use crate::profiles;
 use crate::scheduling::SchedulingArgs;
@@ -20,21 +20,21 @@ pub(super) struct OpenedFleet<'a> {
     pub(super) scheduling: &'a SchedulingArgs,
     pub(super) file: FleetFile,
     pub(super) setup: Setup,
-    pub(super) simulated: Simulated,
+    pub(super) simulated: SimulationSubject,
 }
 
 /// Where requests come from.
-pub(super) enum LoadSource {
+pub(super) enum RequestSource {
     Trace(Box<Trace>),
     Recorded(RecordedRun),
     Loop(ClosedLoop),
 }
 
-impl LoadSource {
+impl RequestSource {
     pub(super) fn progress(&self) -> Option<Progress> {
         match self {
-            LoadSource::Trace(trace) => Some(trace.progress()),
-            LoadSource::Recorded(_) | LoadSource::Loop(_) => None,
+            RequestSource::Trace(trace) => Some(trace.progress()),
+            RequestSource::Recorded(_) | RequestSource::Loop(_) => None,
         }
     }
 }
@@ -56,7 +56,7 @@ impl<'a> OpenedFleet<'a> {
             file.reprice(&price).with_context(in_file)?;
         }
         let setup = setup(args, scheduling, &file)?;
-        let simulated = Simulated::new(args, path, &file, &setup)?;
+        let simulated = SimulationSubject::new(args, path, &file, &setup)?;
         Ok(OpenedFleet { args, scheduling, file, setup, simulated })
     }
 
@@ -67,26 +67,31 @@ impl<'a> OpenedFleet<'a> {
         setup(self.args, self.scheduling, &file)
     }
 
-    pub(super) fn load(&self) -> Result<LoadSource> {
+    pub(super) fn load(&self) -> Result<RequestSource> {
         let args = self.args;
         let seed = self.scheduling.seed;
         Ok(match (&args.trace, &args.against, args.closed_loop.load(seed)) {
-            (_, Some(path), _) => LoadSource::Recorded(RecordedRun::read(path)?),
-            (None, None, Some(load)) => LoadSource::Loop(load),
-            _ => LoadSource::Trace(Box::new(args.open_trace()?)),
+            (_, Some(path), _) => RequestSource::Recorded(RecordedRun::read(path)?),
+            (None, None, Some(load)) => RequestSource::Loop(load),
+            _ => RequestSource::Trace(Box::new(args.open_trace()?)),
         })
     }
 
     /// Simulates a load on `setup`.
-    pub(super) fn play(&self, load: &mut LoadSource, setup: &Setup, watch: &mut Watch) -> Result<Results> {
+    pub(super) fn play(
+        &self,
+        load: &mut RequestSource,
+        setup: &Setup,
+        watch: &mut RunWatch,
+    ) -> Result<Results> {
         Ok(match load {
-            LoadSource::Recorded(run) => simulate(setup, run.trace(), watch)?,
-            LoadSource::Trace(trace) => {
+            RequestSource::Recorded(run) => simulate(setup, run.trace(), watch)?,
+            RequestSource::Trace(trace) => {
                 let blocks = trace.block_tokens().unwrap_or(self.file.kv.block_tokens);
                 let requests = self.args.replay.play(trace, self.scheduling.seed);
                 simulate(setup, requests.rechain(blocks, self.file.kv.block_tokens), watch)?
             }
-            LoadSource::Loop(load) => simulate(setup, load.requests(), watch)?,
+            RequestSource::Loop(load) => simulate(setup, load.requests(), watch)?,
         })
     }
 }

@@ -1,8 +1,8 @@
 //! A run as one self-contained HTML page.
 
 use super::additions::{Addition, Additions};
-use super::history::{History, Point, Quantity};
-use super::subject::Simulated;
+use super::history::{HistoryPoint, HistoryQuantity, RunHistory};
+use super::subject::SimulationSubject;
 use super::table::{NONE, per_million, used};
 use crate::trace_file::clock;
 use mixfleet_report::html::{Html, TableCell, Tone};
@@ -14,8 +14,8 @@ use mixfleet_sim::simulate::{Distribution, Quantiles, Results, Setup};
 pub(super) struct Subject<'a> {
     pub(super) setup: &'a Setup,
     pub(super) results: &'a Results,
-    pub(super) history: &'a History,
-    pub(super) simulated: &'a Simulated,
+    pub(super) history: &'a RunHistory,
+    pub(super) simulated: &'a SimulationSubject,
     pub(super) additions: Option<&'a Additions>,
 }
 
@@ -81,11 +81,11 @@ fn time_axis(ended_s: f64) -> (f64, PlotAxis) {
 }
 
 /// What a curve shows of each pool: a word before the pool's name, and the value.
-type Reading<'a> = (&'a str, &'a dyn Fn(&Point) -> f64);
+type CurveValue<'a> = (&'a str, &'a dyn Fn(&HistoryPoint) -> f64);
 
 fn over_time(body: &mut Html, subject: &Subject<'_>) {
-    let of = |quantity: Quantity| move |point: &Point| point.get(quantity);
-    let (prefill, decode) = (of(Quantity::PrefillLoad), of(Quantity::DecodeLoad));
+    let of = |quantity: HistoryQuantity| move |point: &HistoryPoint| point.get(quantity);
+    let (prefill, decode) = (of(HistoryQuantity::PrefillLoad), of(HistoryQuantity::DecodeLoad));
     figure(
         body,
         subject,
@@ -95,7 +95,7 @@ fn over_time(body: &mut Html, subject: &Subject<'_>) {
         "Load: queued prefill time over the objective for TTFT, time of a decode step over the one for TBT, mean of a \
          pool's instances.",
     );
-    let (prefill, decode) = (of(Quantity::PrefillUtilisation), of(Quantity::DecodeUtilisation));
+    let (prefill, decode) = (of(HistoryQuantity::PrefillUtilisation), of(HistoryQuantity::DecodeUtilisation));
     figure(
         body,
         subject,
@@ -104,7 +104,7 @@ fn over_time(body: &mut Html, subject: &Subject<'_>) {
         &[],
         "Share of the time that a pool's instances computed prompts, and decoded.",
     );
-    let (queued, decoding) = (of(Quantity::Queued), of(Quantity::Decoding));
+    let (queued, decoding) = (of(HistoryQuantity::Queued), of(HistoryQuantity::Decoding));
     figure(
         body,
         subject,
@@ -113,7 +113,7 @@ fn over_time(body: &mut Html, subject: &Subject<'_>) {
         &[],
         "Prompts that wait, and sequences that decode.",
     );
-    let (used, cached) = (of(Quantity::UsedTokens), of(Quantity::CachedTokens));
+    let (used, cached) = (of(HistoryQuantity::UsedTokens), of(HistoryQuantity::CachedTokens));
     figure(
         body,
         subject,
@@ -130,7 +130,7 @@ fn figure(
     body: &mut Html,
     subject: &Subject<'_>,
     label: &'static str,
-    readings: &[Reading<'_>],
+    readings: &[CurveValue<'_>],
     limits: &[Limit],
     caption: &str,
 ) {
@@ -176,10 +176,10 @@ fn rates(body: &mut Html, subject: &Subject<'_>) {
     let fleet = |quantity| move |i| at(i).next().map_or(0.0, |point| point.get(quantity));
     let sum = |quantity| move |i| at(i).map(|point| point.get(quantity)).sum::<f64>();
     let series = [
-        curve("arrived", &fleet(Quantity::Arrived)),
-        curve("completed", &sum(Quantity::Completed)),
-        curve("rejected", &fleet(Quantity::Rejected)),
-        curve("dropped", &sum(Quantity::Dropped)),
+        curve("arrived", &fleet(HistoryQuantity::Arrived)),
+        curve("completed", &sum(HistoryQuantity::Completed)),
+        curve("rejected", &fleet(HistoryQuantity::Rejected)),
+        curve("dropped", &sum(HistoryQuantity::Dropped)),
     ];
     let y = PlotAxis { label: "requests per second", unit: "", scale: Scale::Linear };
     let chart = Chart { x, y, series: &series, roof: &[], limits: &[] };

@@ -2,12 +2,12 @@
 
 use super::additions::Additions;
 use super::args::SimulateArgs;
-use super::history::History;
-use super::opened::{LoadSource, OpenedFleet};
+use super::history::RunHistory;
+use super::opened::{OpenedFleet, RequestSource};
 use super::page::{Subject, page};
 use super::timeline::TimelineFile;
 use super::unmet::Unmet;
-use super::watch::Watch;
+use super::watch::RunWatch;
 use super::{answers, capacity, side_by_side, table};
 use crate::failure::{Failed, UsageError};
 use crate::output_files::leave_no_empty;
@@ -46,25 +46,25 @@ fn one(fleet: &OpenedFleet<'_>) -> Result<()> {
     let mut load = fleet.load()?;
     args.check_files()?;
     let cannot_write = |path: &Path| format!("cannot write {}", path.display());
-    let mut watch = Watch::new(FileBar::new(load.progress()), setup);
+    let mut watch = RunWatch::new(FileBar::new(load.progress()), setup);
     watch.interval_s = args.interval_s()?;
     let timeline = args.timeline.as_deref();
     let timeline = timeline
         .map(|path| TimelineFile::create(path, &setup.pools).with_context(|| cannot_write(path)))
         .transpose()?;
     watch.timeline = timeline;
-    watch.history = args.html.is_some().then(|| History::new(setup.pools.len()));
+    watch.history = args.html.is_some().then(|| RunHistory::new(setup.pools.len()));
     watch.answers = (args.requests_out.is_some() || args.against.is_some()).then(Vec::new);
     let ran = fleet.play(&mut load, setup, &mut watch).and_then(|results| {
         check_served(&results, &watch.unmet)?;
         Ok(results)
     });
     let results = ran.inspect_err(|_| leave_no_empty(args.html.as_deref()))?;
-    let Watch { bar, timeline, history, answers, unmet, .. } = watch;
+    let RunWatch { bar, timeline, history, answers, unmet, .. } = watch;
     drop(bar);
     let mut answers = answers.unwrap_or_default();
     let errors = match &load {
-        LoadSource::Recorded(run) => Some(RunErrors::new(run, &answers)),
+        RequestSource::Recorded(run) => Some(RunErrors::new(run, &answers)),
         _ => None,
     };
     if let (Some(timeline), Some(path)) = (timeline, &args.timeline) {

@@ -4,7 +4,7 @@ use super::args::SimulateArgs;
 use super::opened::OpenedFleet;
 use super::run::{check_served, document, good_per_usd};
 use super::table::NONE;
-use super::watch::Watch;
+use super::watch::RunWatch;
 use crate::failure::UsageError;
 use crate::prices::PriceList;
 use crate::screen;
@@ -36,7 +36,7 @@ pub(super) fn run(args: &SimulateArgs, list: Option<&PriceList>) -> Result<()> {
     let mut runs = Vec::new();
     for fleet in &fleets {
         let mut load = fleet.load()?;
-        let mut watch = Watch::new(FileBar::new(load.progress()), &fleet.setup);
+        let mut watch = RunWatch::new(FileBar::new(load.progress()), &fleet.setup);
         let results = fleet.play(&mut load, &fleet.setup, &mut watch)?;
         check_served(&results, &watch.unmet)
             .with_context(|| format!("the fleet {}", fleet.simulated.fleet))?;

@@ -16,7 +16,7 @@ const DIGITS: usize = 12;
 
 /// The model, the load, the fleet and how requests were placed.
 #[derive(Debug, Serialize)]
-pub(super) struct Simulated {
+pub(super) struct SimulationSubject {
     pub(super) model: String,
     /// How its weights are stored, where its shape is known.
     pub(super) dtype: Option<&'static str>,
@@ -85,7 +85,7 @@ impl SimulatedPool {
     }
 }
 
-impl Simulated {
+impl SimulationSubject {
     /// # Errors
     /// When the fleet file can no longer be read.
     pub(super) fn new(args: &SimulateArgs, path: &Path, fleet: &FleetFile, setup: &Setup) -> Result<Self> {
@@ -99,7 +99,7 @@ impl Simulated {
                 (None, load) => load.map_or_else(String::new, |load| load.to_string()),
             };
         let slo = setup.slo;
-        Ok(Simulated {
+        Ok(SimulationSubject {
             model: fleet.model.name.clone(),
             dtype: fleet.model.shape.as_ref().map(|shape| shape.stored().name()),
             load,

@@ -1,6 +1,6 @@
 //! The results of a run as text.
 
-use super::subject::Simulated;
+use super::subject::SimulationSubject;
 use super::unmet::Unmet;
 use mixfleet_sim::bottleneck::Bottleneck;
 use mixfleet_sim::simulate::{Distribution, Misses, PoolUse, Results};
@@ -30,7 +30,7 @@ pub(super) fn used(used: &PoolUse) -> String {
 
 /// The results of a run.
 #[expect(clippy::too_many_lines, reason = "one row for each fact")]
-pub(super) fn table(simulated: &Simulated, r: &Results, unmet: &Unmet) -> String {
+pub(super) fn table(simulated: &SimulationSubject, r: &Results, unmet: &Unmet) -> String {
     let mut text = String::new();
     let rejected: u64 = r.rejected.values().sum();
     let mut line = |name: &str, value: String| {

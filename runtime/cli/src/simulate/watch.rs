@@ -1,6 +1,6 @@
 //! Observers of a run: the progress bar, the table and the page.
 
-use super::history::History;
+use super::history::RunHistory;
 use super::timeline::TimelineFile;
 use super::unmet::Unmet;
 use crate::trace_file::FileBar;
@@ -8,10 +8,10 @@ use mixfleet_scheduler::fleet::{Action, Event};
 use mixfleet_sim::capacity::Goal;
 use mixfleet_sim::simulate::{AnswerTimes, Observer, Sample, Setup};
 
-pub(super) struct Watch {
+pub(super) struct RunWatch {
     pub(super) bar: FileBar,
     pub(super) timeline: Option<TimelineFile>,
-    pub(super) history: Option<History>,
+    pub(super) history: Option<RunHistory>,
     pub(super) interval_s: f64,
     /// The run ends once this is out of reach.
     pub(super) goal: Option<Goal>,
@@ -20,16 +20,16 @@ pub(super) struct Watch {
     pub(super) unmet: Unmet,
 }
 
-impl Watch {
+impl RunWatch {
     /// Watches a run on `setup` for its results alone.
     pub(super) fn new(bar: FileBar, setup: &Setup) -> Self {
         let slo = setup.classes.is_empty().then_some(setup.slo);
         let (timeline, history, goal, answers) = (None, None, None, None);
-        Watch { bar, timeline, history, interval_s: f64::INFINITY, goal, answers, unmet: Unmet::new(slo) }
+        RunWatch { bar, timeline, history, interval_s: f64::INFINITY, goal, answers, unmet: Unmet::new(slo) }
     }
 }
 
-impl Observer for Watch {
+impl Observer for RunWatch {
     fn arrived(&mut self, now_s: f64, _: u64) {
         self.bar.tick_at(now_s);
     }

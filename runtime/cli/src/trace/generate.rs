@@ -10,10 +10,10 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 #[derive(Debug, Args)]
-pub(crate) struct GenerateArgs {
+pub(crate) struct TraceGenerateArgs {
     /// Kind of load
-    #[arg(long, value_enum, default_value_t = Kind::Conversation)]
-    preset: Kind,
+    #[arg(long, value_enum, default_value_t = TracePreset::Conversation)]
+    preset: TracePreset,
     /// Total number of requests
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     requests: u64,
@@ -21,8 +21,8 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "R", value_parser = positive)]
     rate: Option<f64>,
     /// Arrival of sessions: poisson, or bursty with a drifting load
-    #[arg(long, value_enum, default_value_t = Process::Poisson)]
-    arrivals: Process,
+    #[arg(long, value_enum, default_value_t = ArrivalProcess::Poisson)]
+    arrivals: ArrivalProcess,
     /// Target hit rate of an infinite cache, 0 to 1, reached by the length of sessions
     #[arg(long, value_name = "SHARE")]
     hit_target: Option<f64>,
@@ -35,7 +35,7 @@ pub(crate) struct GenerateArgs {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Kind {
+enum TracePreset {
     /// Chats and questions about documents (Mooncake's conversation trace)
     Conversation,
     /// Coding agents: long sessions and prompts with high prefix reuse
@@ -45,24 +45,24 @@ enum Kind {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Process {
+enum ArrivalProcess {
     Poisson,
     Bursty,
 }
 
-pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
+pub(crate) fn run(args: &TraceGenerateArgs) -> Result<()> {
     let preset = match args.preset {
-        Kind::Conversation => Preset::Conversation,
-        Kind::Agentic => Preset::Agentic,
-        Kind::Batch => Preset::Batch,
+        TracePreset::Conversation => Preset::Conversation,
+        TracePreset::Agentic => Preset::Agentic,
+        TracePreset::Batch => Preset::Batch,
     };
     let options = GenerateOptions {
         requests: args.requests,
         rate: args.rate.unwrap_or(preset.rate()),
         seed: args.seed,
         arrivals: match args.arrivals {
-            Process::Poisson => Arrivals::Poisson,
-            Process::Bursty => Arrivals::BURSTY,
+            ArrivalProcess::Poisson => Arrivals::Poisson,
+            ArrivalProcess::Bursty => Arrivals::BURSTY,
         },
     };
     let generator = match args.hit_target {

@@ -72,7 +72,7 @@ pub(crate) fn run(args: &StatsArgs) -> Result<()> {
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&stats)?)?;
     } else {
-        write!(out, "{}", Table { name, stats: &stats })?;
+        write!(out, "{}", StatsTable { name, stats: &stats })?;
     }
     Ok(())
 }
@@ -114,12 +114,12 @@ fn count(args: &StatsArgs) -> Result<Stats> {
     Ok(tally.finish(trace.format().name(), trace.repairs()))
 }
 
-struct Table<'a> {
+struct StatsTable<'a> {
     name: String,
     stats: &'a Stats,
 }
 
-impl std::fmt::Display for Table<'_> {
+impl std::fmt::Display for StatsTable<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let stats = self.stats;
         write!(
@@ -148,7 +148,7 @@ impl std::fmt::Display for Table<'_> {
     }
 }
 
-impl Table<'_> {
+impl StatsTable<'_> {
     fn hits(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Some(block_tokens) = self.stats.block_tokens else {
             return writeln!(f, "\nthe format tells nothing of prefixes");

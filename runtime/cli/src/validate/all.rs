@@ -17,13 +17,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// One device and what became of it: a report, or why there is none.
-struct Row {
+struct DeviceOutcome {
     device: String,
     folder: PathBuf,
     outcome: Result<Validation, String>,
 }
 
-impl Row {
+impl DeviceOutcome {
     fn verdict(&self) -> &str {
         self.outcome.as_ref().map_or("no report", |report| report.verdict.word())
     }
@@ -61,7 +61,7 @@ pub(super) fn run(args: &RunArgs, devices: Vec<String>) -> Result<()> {
     eprintln!("the reports of {} go to {}", devices.join(", "), folder.display());
     let cancelled = Arc::<AtomicBool>::default();
     cancel_on_interrupt(cancelled.clone(), "stopping, with reports of what was run");
-    let here = facts::Here::read();
+    let here = facts::HostFacts::read();
     let examination = Examination {
         part: None,
         signer: signer.as_ref(),
@@ -74,7 +74,7 @@ pub(super) fn run(args: &RunArgs, devices: Vec<String>) -> Result<()> {
         Box::new(start) as Box<dyn Start + Send>
     };
     let turns = MeasuringTurns::among(devices.iter().map(start).collect(), &cancelled);
-    let rows: Vec<Row> = std::thread::scope(|scope| {
+    let rows: Vec<DeviceOutcome> = std::thread::scope(|scope| {
         let each = devices.iter().zip(plans).zip(turns).map(|((device, plan), start)| {
             let folder = folder.join(folder_name(device));
             let examination = &examination;
@@ -83,7 +83,7 @@ pub(super) fn run(args: &RunArgs, devices: Vec<String>) -> Result<()> {
                 let done = looked.and_then(|looked| examination.examine(&looked, &start, &[], Some(&folder)));
                 let outcome =
                     done.map(|Examined { report, .. }| report).map_err(|error| format!("{error:#}"));
-                Row { device: device.clone(), folder, outcome }
+                DeviceOutcome { device: device.clone(), folder, outcome }
             })
         });
         let running: Vec<_> = each.collect();
@@ -103,14 +103,15 @@ pub(super) fn run(args: &RunArgs, devices: Vec<String>) -> Result<()> {
     verdict(&rows, devices.len(), cancelled.load(Ordering::Relaxed))
 }
 
-fn verdict(rows: &[Row], devices: usize, interrupted: bool) -> Result<()> {
-    let named = |rows: &[&Row]| rows.iter().map(|row| row.device.as_str()).collect::<Vec<_>>().join(", ");
-    let wrong: Vec<&Row> = rows.iter().filter(|row| row.is_wrong()).collect();
-    let short = |row: &&Row| match &row.outcome {
+fn verdict(rows: &[DeviceOutcome], devices: usize, interrupted: bool) -> Result<()> {
+    let named =
+        |rows: &[&DeviceOutcome]| rows.iter().map(|row| row.device.as_str()).collect::<Vec<_>>().join(", ");
+    let wrong: Vec<&DeviceOutcome> = rows.iter().filter(|row| row.is_wrong()).collect();
+    let short = |row: &&DeviceOutcome| match &row.outcome {
         Ok(report) => report.verdict == ValidationVerdict::Incomplete,
         Err(_) => true,
     };
-    let short: Vec<&Row> = rows.iter().filter(short).collect();
+    let short: Vec<&DeviceOutcome> = rows.iter().filter(short).collect();
     if interrupted {
         bail!("the run was interrupted");
     }
@@ -123,8 +124,8 @@ fn verdict(rows: &[Row], devices: usize, interrupted: bool) -> Result<()> {
     Ok(())
 }
 
-fn document(rows: &[Row], began_at: &str) -> Value {
-    let row = |row: &Row| {
+fn document(rows: &[DeviceOutcome], began_at: &str) -> Value {
+    let row = |row: &DeviceOutcome| {
         let folder = row.folder.file_name().unwrap_or_default().to_string_lossy();
         let report = row.outcome.as_ref().ok().map(|_| format!("{folder}/results.json"));
         json!({"device": row.device, "name": row.name(), "verdict": row.verdict(), "remark": row.remark(),
@@ -134,7 +135,7 @@ fn document(rows: &[Row], began_at: &str) -> Value {
     json!({"schema": "mixfleet.validation-summary/1", "began_at": began_at, "devices": rows})
 }
 
-fn write_files(folder: &Path, rows: &[Row], began_at: &str) -> Result<()> {
+fn write_files(folder: &Path, rows: &[DeviceOutcome], began_at: &str) -> Result<()> {
     let text = format!("{:#}\n", document(rows, began_at));
     for (name, text) in [("summary.json", text), ("index.html", summary_page(rows, began_at))] {
         let file = folder.join(name);
@@ -144,14 +145,14 @@ fn write_files(folder: &Path, rows: &[Row], began_at: &str) -> Result<()> {
     Ok(())
 }
 
-fn summary_page(rows: &[Row], began_at: &str) -> String {
+fn summary_page(rows: &[DeviceOutcome], began_at: &str) -> String {
     let mut body = Html::default();
     let wrong = rows.iter().filter(|row| row.is_wrong()).count();
     match wrong {
         0 => body.note(Tone::Plain, &format!("Nothing is wrong on {} devices.", rows.len())),
         wrong => body.note(Tone::Bad, &format!("Something is wrong on {wrong} of {} devices.", rows.len())),
     }
-    let line = |row: &Row| {
+    let line = |row: &DeviceOutcome| {
         let tone = match &row.outcome {
             Ok(report) if report.verdict == ValidationVerdict::Pass => Tone::Good,
             Ok(report) if report.verdict == ValidationVerdict::Fail => Tone::Bad,

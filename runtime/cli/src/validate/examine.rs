@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 pub(super) struct Examination<'a> {
     pub(super) part: Option<&'a PartFile>,
     pub(super) signer: Option<&'a Signer>,
-    pub(super) here: &'a facts::Here,
+    pub(super) here: &'a facts::HostFacts,
     pub(super) began_at: &'a str,
     /// Whether other devices are examined at the same time.
     pub(super) one_of_several: bool,
@@ -92,7 +92,7 @@ impl Examination<'_> {
 
 fn environment(
     report: &Validation,
-    here: &facts::Here,
+    here: &facts::HostFacts,
     device: Option<&DeviceInfo>,
     began_at: String,
 ) -> Environment {

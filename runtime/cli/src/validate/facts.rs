@@ -6,14 +6,14 @@ use mixfleet_hwtests::validate::DeviceFact;
 use std::path::Path;
 
 /// This machine at one moment.
-pub(crate) struct Here {
+pub(crate) struct HostFacts {
     topology: Topology,
     conditions: mixfleet_discover::HostConditions,
 }
 
-impl Here {
-    pub(crate) fn read() -> Here {
-        Here { topology: Topology::read(&Tree::at("/")), conditions: conditions(Path::new("/")) }
+impl HostFacts {
+    pub(crate) fn read() -> HostFacts {
+        HostFacts { topology: Topology::read(&Tree::at("/")), conditions: conditions(Path::new("/")) }
     }
 
     fn pci(&self, info: &DeviceInfo) -> Option<&PciDevice> {

@@ -28,7 +28,7 @@ pub(super) fn run(file: &Path, device: Option<&str>, profile: Option<&Path>) -> 
         (Some(info), _) => info.name.clone(),
         (None, profile) => profile.as_ref().map(|profile| profile.device.name.clone()).unwrap_or_default(),
     };
-    let pci = info.as_ref().and_then(|info| facts::Here::read().pci_id(info));
+    let pci = info.as_ref().and_then(|info| facts::HostFacts::read().pci_id(info));
     let text = part_template(&PartSketch { name: &name, pci: pci.as_deref(), profile: profile.as_ref() });
     write_whole(file, text.as_bytes()).with_context(|| format!("cannot write {}", file.display()))?;
     eprintln!("{} is about '{name}': edit it, then mixfleet validate --part {0}", file.display());

@@ -29,7 +29,7 @@ pub(crate) fn run(device: Option<&str>, json: bool) -> Result<()> {
         writeln!(out, "{} ({}), {} seeded plans per cell", base.info().id, base.info().name, trial.seeds)?;
         writeln!(out, "{TABLE_HEADER}")?;
     }
-    let progress = Progress::new(trial.rows());
+    let progress = LevelProgress::new(trial.rows());
     let mut broken = None;
     let rows = detect(base, &wrap, &trial, &mut |row| {
         let written = || if json { Ok(()) } else { writeln!(out, "{row}").and_then(|()| out.flush()) };
@@ -63,13 +63,13 @@ pub(crate) fn run(device: Option<&str>, json: bool) -> Result<()> {
 }
 
 /// Progress on standard error: a bar on a terminal, otherwise a line per level.
-struct Progress {
+struct LevelProgress {
     bar: ProgressBar,
     rows: usize,
 }
 
-impl Progress {
-    fn new(rows: usize) -> Progress {
+impl LevelProgress {
+    fn new(rows: usize) -> LevelProgress {
         // The oracle takes 40 s of one core in a release build (AMD EPYC).
         eprintln!(
             "self-test: {rows} rows; about a minute on the oracle in a release build, longer on a slow device"
@@ -78,7 +78,7 @@ impl Progress {
         let bar = if terminal { ProgressBar::new(rows as u64) } else { ProgressBar::hidden() };
         let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {msg}");
         bar.set_style(style.expect("a fixed template"));
-        Progress { bar, rows }
+        LevelProgress { bar, rows }
     }
 
     /// Reports `row` around its output by `write`.

@@ -1,8 +1,8 @@
 //! Level 6: a small model with random weights, from prompt to tokens.
 
 use crate::args::{DeviceRole, ModelArgs};
-use crate::model::Model;
-use crate::start::{self, Choice, Instances};
+use crate::model::LoadedModel;
+use crate::start::{self, ServingDevices, StartOptions};
 use anyhow::{Result, bail};
 use mixfleet_hal::{DType, Error, ErrorKind};
 use mixfleet_hwtests::validate::{CaseResult, CaseStatus};
@@ -68,11 +68,12 @@ fn tokens(prefill: &str, decode: &str) -> Result<Vec<u32>> {
             kv_memory: Some(0.02),
             chunk: Some(64),
         };
-        let model = Model::load(&args, &env)?;
+        let model = LoadedModel::load(&args, &env)?;
         let vocab = model.checkpoint.config.vocab;
         let prompt: Vec<u32> = (0..PROMPT_TOKENS).map(|i| (i * 7919 + 11) % vocab).collect();
-        let instances = Instances::plain(DeviceRole::pair(prefill, decode), 1);
-        let choice = Choice { instances, engine: EngineConfig::default(), events: None, kv_exchange: None };
+        let instances = ServingDevices::plain(DeviceRole::pair(prefill, decode), 1);
+        let choice =
+            StartOptions { instances, engine: EngineConfig::default(), events: None, kv_exchange: None };
         let engine =
             start::engine(&model, &args, choice, &env, Metrics::new(), Arc::new(Placements::new(1)))?;
         let request = GenerateRequest::greedy("validate", prompt, TOKENS);

@@ -8,7 +8,7 @@ use super::{FleetTried, POLICIES, PlanSearch, WAVE, ended_missing};
 use crate::Result;
 use crate::cores::on_all_cores;
 use crate::found::{PlanFound, has_spare, is_apart};
-use crate::growth::Growth;
+use crate::growth::FleetGrowth;
 use crate::repair::FleetTrial;
 use mixfleet_hal::units::Ordered;
 use mixfleet_scheduler::fleet::Policy;
@@ -20,19 +20,19 @@ use mixfleet_sim::fleet_file::FleetFile;
 const NEAREST: usize = 4;
 
 /// A fleet that has not held yet.
-struct Growing<'a> {
+struct GrowingFleet<'a> {
     fleet: &'a FormedFleet,
     usd_per_hour: f64,
     /// Its instances in the next run; `None` before the first one.
-    next: Option<Growth>,
-    simulated: Option<Box<Simulated>>,
+    next: Option<FleetGrowth>,
+    simulated: Option<Box<SimulatedFleet>>,
 }
 
 /// What its runs left.
-struct Simulated {
+struct SimulatedFleet {
     file: FleetFile,
     /// Its instances in the last run.
-    growth: Growth,
+    growth: FleetGrowth,
     policy: Policy,
     /// The last run.
     trial: FleetTrial,
@@ -43,14 +43,14 @@ impl PlanSearch<'_> {
     /// of one part, the cheapest with attention apart, and one in which devices that compute prompts attend.
     pub(super) fn prove_ranked(&self, ranked: &[FormedFleet], outcome: &mut PlanFound) -> Result<()> {
         let planned =
-            |fleet| Growing { fleet, usd_per_hour: fleet.usd_per_hour.0, next: None, simulated: None };
-        let mut open: Vec<Growing<'_>> = ranked.iter().map(planned).collect();
+            |fleet| GrowingFleet { fleet, usd_per_hour: fleet.usd_per_hour.0, next: None, simulated: None };
+        let mut open: Vec<GrowingFleet<'_>> = ranked.iter().map(planned).collect();
         let mut given_up = Vec::new();
         while self.goes_on() {
-            let is_wanted = |of: &Growing<'_>| of.usd_per_hour < self.most_usd(of.fleet, outcome);
+            let is_wanted = |of: &GrowingFleet<'_>| of.usd_per_hour < self.most_usd(of.fleet, outcome);
             let (wanted, dear): (Vec<_>, Vec<_>) = open.into_iter().partition(is_wanted);
             open = wanted;
-            for Growing { fleet, simulated, .. } in dear {
+            for GrowingFleet { fleet, simulated, .. } in dear {
                 let most_usd = self.most_usd(fleet, outcome);
                 open.extend(simulated.and_then(|of| self.grown(fleet, of, most_usd).ok()));
             }
@@ -100,8 +100,8 @@ impl PlanSearch<'_> {
 
     /// Simulates a fleet with the instances that it has got to, at first under each policy: that which gets
     /// further stays. `None` if the run did not come to its end.
-    fn simulate(&self, of: &Growing<'_>) -> Result<Option<Box<Simulated>>> {
-        let run = |file: &FleetFile, growth: &Growth, policy: Policy| -> Result<Option<FleetTrial>> {
+    fn simulate(&self, of: &GrowingFleet<'_>) -> Result<Option<Box<SimulatedFleet>>> {
+        let run = |file: &FleetFile, growth: &FleetGrowth, policy: Policy| -> Result<Option<FleetTrial>> {
             let trial = self.under(policy).trial(file, growth.counts(), false, &|| self.goes_on())?;
             if let Some(trial) = &trial {
                 let pools = self.without_spares(of.fleet);
@@ -110,16 +110,16 @@ impl PlanSearch<'_> {
             Ok(trial)
         };
         if let (Some(growth), Some(known)) = (&of.next, &of.simulated) {
-            let Simulated { file, policy, .. } = &**known;
+            let SimulatedFleet { file, policy, .. } = &**known;
             let trial = run(file, growth, *policy)?;
             let simulated = |trial| {
                 let (file, growth) = (file.clone(), growth.clone());
-                Box::new(Simulated { file, growth, policy: *policy, trial })
+                Box::new(SimulatedFleet { file, growth, policy: *policy, trial })
             };
             return Ok(trial.map(simulated));
         }
         let file = self.parsed(of.fleet, &PlannedTiers::default())?;
-        let growth = Growth::of(&file);
+        let growth = FleetGrowth::of(&file);
         let mut best: Option<(Policy, FleetTrial)> = None;
         for policy in POLICIES {
             let Some(trial) = run(&file, &growth, policy)? else { return Ok(None) };
@@ -128,12 +128,12 @@ impl PlanSearch<'_> {
                 best = Some((policy, trial));
             }
         }
-        Ok(best.map(|(policy, trial)| Box::new(Simulated { file, growth, policy, trial })))
+        Ok(best.map(|(policy, trial)| Box::new(SimulatedFleet { file, growth, policy, trial })))
     }
 
     /// A fleet that held, whose fewest instances are sought.
-    fn tried<'a>(&self, fleet: &'a FormedFleet, simulated: Box<Simulated>) -> FleetTried<'a> {
-        let Simulated { mut file, growth, policy, trial } = *simulated;
+    fn tried<'a>(&self, fleet: &'a FormedFleet, simulated: Box<SimulatedFleet>) -> FleetTried<'a> {
+        let SimulatedFleet { mut file, growth, policy, trial } = *simulated;
         file.pools.iter_mut().zip(growth.counts()).for_each(|(pool, count)| pool.count = *count);
         FleetTried { held: Some((policy, trial)), ..FleetTried::new(fleet, file, f64::INFINITY) }
     }
@@ -143,9 +143,9 @@ impl PlanSearch<'_> {
     fn grown<'a>(
         &self,
         fleet: &'a FormedFleet,
-        simulated: Box<Simulated>,
+        simulated: Box<SimulatedFleet>,
         most_usd: f64,
-    ) -> Result<Growing<'a>, Box<Simulated>> {
+    ) -> Result<GrowingFleet<'a>, Box<SimulatedFleet>> {
         let pools = self.without_spares(fleet);
         let rent = |counts: &[u32]| {
             let pools = self.with_spares(&pools, counts);
@@ -157,7 +157,7 @@ impl PlanSearch<'_> {
         match next.grow(&simulated.trial.results, &fits, &rent) {
             true => {
                 let usd_per_hour = rent(next.counts());
-                Ok(Growing { fleet, usd_per_hour, next: Some(next), simulated: Some(simulated) })
+                Ok(GrowingFleet { fleet, usd_per_hour, next: Some(next), simulated: Some(simulated) })
             }
             false => Err(simulated),
         }
@@ -166,13 +166,13 @@ impl PlanSearch<'_> {
     /// Of fleets that all missed the objective, adds what those came to that got furthest.
     fn add_nearest(
         &self,
-        mut missed: Vec<(&FormedFleet, Box<Simulated>)>,
+        mut missed: Vec<(&FormedFleet, Box<SimulatedFleet>)>,
         outcome: &mut PlanFound,
     ) -> Result<()> {
         missed.sort_by_key(|(_, simulated)| std::cmp::Reverse(simulated.trial.results.requests));
         missed.truncate(NEAREST);
         let mut whole = on_all_cores(missed.len(), |at| {
-            let Simulated { file, growth, policy, .. } = &*missed[at].1;
+            let SimulatedFleet { file, growth, policy, .. } = &*missed[at].1;
             self.under(*policy).trial(file, growth.counts(), true, &|| self.goes_on())
         })
         .into_iter();

@@ -187,7 +187,8 @@ fn all_that_is_planned_for_mixfleet_is_written_as_commands_that_it_reads() {
     assert!(rows > 50 && apart > 0 && lends > 0 && large > 0, "{rows} {apart} {lends} {large} {experts}");
 }
 
-/// Parts that nobody names are candidates where kernels are known ([`Offers`](crate::plan::offers::Offers)).
+/// Parts that nobody names are candidates where kernels are known
+/// ([`PlanOffers`](crate::plan::offers::PlanOffers)).
 #[test]
 fn all_parts_that_nobody_must_name_have_a_backend() {
     let known = parts().iter().filter(|part| part.kind != PartKind::Cpu && part.reached_profile().is_some());
