@@ -151,7 +151,9 @@ impl GroupedRows {
     pub(crate) fn operands(
         &self,
         [n, k]: [u32; 2],
-        (x, weight, out): (DType, MatrixKind, DType),
+        x: DType,
+        weight: MatrixKind,
+        out: DType,
         bias: bool,
     ) -> Vec<Operand> {
         let GroupedRows { choices, fan, experts, others, .. } = *self;

@@ -494,7 +494,7 @@ impl OpSig {
             ],
             OpSig::Route { tokens, bias, routing } => routing.operands(tokens, bias),
             OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } => {
-                grouped.operands([n, k], (x, weight, out), bias)
+                grouped.operands([n, k], x, weight, out, bias)
             }
             OpSig::Combine { tokens, active, cols, x, accumulate } => vec![
                 exactly("x", Read, x, product(&[tokens, active, cols])),

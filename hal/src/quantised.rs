@@ -348,7 +348,7 @@ impl Quantised {
         let kinds = self.parts(matrices, rows, columns);
         let of = |name: &str| {
             let at = kinds.iter().position(|part| part.name == name);
-            at.map(|at| (parts[at], to_usize(kinds[at].columns)))
+            at.map(|at| DecodedArray { values: parts[at], row_values: to_usize(kinds[at].columns) })
         };
         let (codes, high, scales, zeros, supers, outer) =
             (of("codes"), of("high"), of("scales"), of("zeros"), of("supers"), of("outer"));
@@ -357,19 +357,19 @@ impl Quantised {
         for row in 0..matrices as usize * rows as usize {
             let (matrix, inner) = (row / rows as usize, row % rows as usize);
             let group_row = matrix * group_rows as usize + inner / self.group_rows as usize;
-            let outer = outer.map_or(1.0, |(values, _)| values[matrix]);
+            let outer = outer.map_or(1.0, |array| array.values[matrix]);
             for column in 0..columns as usize {
-                let mut code = codes.map_or(0, |plane| field(plane, row, column, self.code.low_bits()));
-                code |= high.map_or(0, |plane| field(plane, row, column, self.code.high_bits())) << 4;
+                let mut code = codes.map_or(0, |plane| plane.field(row, column, self.code.low_bits()));
+                code |= high.map_or(0, |plane| plane.field(row, column, self.code.high_bits())) << 4;
                 let value = self.code.value(code);
                 let group = column / self.group_columns as usize;
-                let number = |array: Option<(&[f64], usize)>, which: usize| match (array, supers) {
+                let number = |array: Option<DecodedArray<'_>>, which: usize| match (array, supers) {
                     (None, _) => 0.0,
-                    (Some((values, row_columns)), None) => values[group_row * row_columns + group],
-                    (Some(words), Some((supers, row_columns))) => {
-                        let integer = CodeKind::I8.value(field(words, group_row, group, 8));
+                    (Some(array), None) => array.values[group_row * array.row_values + group],
+                    (Some(words), Some(supers)) => {
+                        let integer = CodeKind::I8.value(words.field(group_row, group, 8));
                         let at = column / SUPER_COLUMNS as usize * self.supers() as usize + which;
-                        integer * supers[row * row_columns + at]
+                        integer * supers.values[row * supers.row_values + at]
                     }
                 };
                 let (scale, zero) = (number(scales, 0), number(zeros, 1));
@@ -385,11 +385,20 @@ impl Quantised {
     }
 }
 
-/// The integer of so many bits in a row of a plane of words, which are decoded.
-fn field((words, row_words): (&[f64], usize), row: usize, column: usize, bits: u32) -> u32 {
-    let per_word = (32 / bits) as usize;
-    let word = crate::cast::to_u32(words[row * row_words + column / per_word]);
-    word >> (bits * crate::cast::to_u32(column % per_word)) & ((1 << bits) - 1)
+/// A decoded array of [`Quantised::parts`].
+#[derive(Clone, Copy)]
+struct DecodedArray<'a> {
+    values: &'a [f64],
+    row_values: usize,
+}
+
+impl DecodedArray<'_> {
+    /// Returns an integer of so many bits from a row of words.
+    fn field(self, row: usize, column: usize, bits: u32) -> u32 {
+        let per_word = (32 / bits) as usize;
+        let word = crate::cast::to_u32(self.values[row * self.row_values + column / per_word]);
+        word >> (bits * crate::cast::to_u32(column % per_word)) & ((1 << bits) - 1)
+    }
 }
 
 impl fmt::Display for CodeKind {

@@ -52,16 +52,16 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 [(1, 2048, 2048), (1, 5632, 2048), (1, 2048, 5632), (8, 5632, 2048), (128, 5632, 2048)]
             {
                 for x in [DType::F32, DType::Bf16] {
-                    bench.quantised(name, weight, (m, n, k), x)?;
+                    bench.quantised(name, weight, m, n, k, x)?;
                 }
             }
-            bench.quantised(name, weight, (512, 5632, 2048), DType::Bf16)?;
+            bench.quantised(name, weight, 512, 5632, 2048, DType::Bf16)?;
         }
     }
     if wanted("experts") {
         for choices in [2, 16, 64, 256, 1024, 4096] {
             for weight in [MatrixKind::Plain(DType::Bf16), MatrixKind::Quantised(Quantised::MXFP4)] {
-                bench.experts(choices, (3584, 1024), weight)?;
+                bench.experts(choices, 3584, 1024, weight)?;
             }
         }
     }
@@ -105,7 +105,9 @@ impl Bench {
         &mut self,
         name: &str,
         weight: Quantised,
-        (m, n, k): (u32, u32, u32),
+        m: u32,
+        n: u32,
+        k: u32,
         x: DType,
     ) -> mixfleet_hal::Result<()> {
         let sig = OpSig::QuantisedGemm { m, n, k, x, weight, out: x, bias: false, accumulate: false };
@@ -138,7 +140,7 @@ impl Bench {
     }
 
     /// Products of 8 experts, of rows that are spread evenly over them.
-    fn experts(&mut self, choices: u32, (n, k): (u32, u32), weight: MatrixKind) -> mixfleet_hal::Result<()> {
+    fn experts(&mut self, choices: u32, n: u32, k: u32, weight: MatrixKind) -> mixfleet_hal::Result<()> {
         const EXPERTS: u32 = 8;
         let x = DType::Bf16;
         let grouped =

@@ -263,9 +263,9 @@ fn walk(shared: &WorkerPoolState, run: &ProgramRun, index: usize, scratch: &mut 
             shared.barrier.wait();
         }
         match (step.solo, index) {
-            (true, 0) => run.step(at, shared.isa, (0, 1), scratch),
+            (true, 0) => run.step(at, shared.isa, 0, 1, scratch),
             (true, _) => {}
-            (false, _) => run.step(at, shared.isa, (index, shared.workers), scratch),
+            (false, _) => run.step(at, shared.isa, index, shared.workers, scratch),
         }
     }
 }
@@ -273,13 +273,13 @@ fn walk(shared: &WorkerPoolState, run: &ProgramRun, index: usize, scratch: &mut 
 /// Executes all steps on the leader alone.
 fn walk_alone(shared: &WorkerPoolState, run: &ProgramRun, scratch: &mut AlignedScratch) {
     for at in 0..run.program.steps.len() {
-        run.step(at, shared.isa, (0, 1), scratch);
+        run.step(at, shared.isa, 0, 1, scratch);
     }
 }
 
 impl ProgramRun {
     /// Runs a share of one step, unless the run has failed. A failure or panic becomes the run's error.
-    fn step(&self, at: usize, isa: Isa, (index, count): (usize, usize), scratch: &mut AlignedScratch) {
+    fn step(&self, at: usize, isa: Isa, index: usize, count: usize, scratch: &mut AlignedScratch) {
         if self.failed.load(Ordering::Relaxed) {
             return;
         }

@@ -185,7 +185,7 @@ impl CpuProgramBuilder {
             }
             let mut touches: Vec<Touch> = Vec::with_capacity(access.len() + 1);
             for (i, kind) in access.iter().enumerate() {
-                if touches_operand(phase, (i, access.len()), *kind, is_grouped) {
+                if touches_operand(phase, i, access.len(), *kind, is_grouped) {
                     touches.push(Touch {
                         what: TouchedPlace::Memory(args[i]),
                         write: *kind != OperandAccess::Read,
@@ -235,7 +235,8 @@ impl CpuProgramBuilder {
 /// Whether a phase accesses operand `index`.
 fn touches_operand(
     phase: KernelPhase,
-    (index, count): (usize, usize),
+    index: usize,
+    count: usize,
     access: OperandAccess,
     is_grouped: bool,
 ) -> bool {

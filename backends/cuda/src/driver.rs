@@ -202,7 +202,8 @@ impl Stream {
     pub(crate) unsafe fn launch_early(
         &self,
         function: &Function,
-        ([x, y, z], threads): ([u32; 3], u32),
+        [x, y, z]: [u32; 3],
+        threads: u32,
         bytes: u32,
         args: &mut [*mut c_void],
     ) -> std::result::Result<(), DriverError> {
@@ -237,7 +238,8 @@ impl Stream {
     pub(crate) unsafe fn copy_to_peer(
         &self,
         from: u64,
-        (peer, to): (&CudaContext, u64),
+        peer: &CudaContext,
+        to: u64,
         bytes: u64,
     ) -> Result<()> {
         let own = self.context.raw;

@@ -20,7 +20,7 @@ impl Ranges {
         self.0.range(..=first).next_back().is_some_and(|(_, &(pinned_end, _))| end <= pinned_end)
     }
 
-    fn add(&mut self, (first, end): (usize, usize)) {
+    fn add(&mut self, first: usize, end: usize) {
         self.0.entry(first).or_insert((end, 0)).1 += 1;
     }
 
@@ -71,7 +71,7 @@ pub(crate) fn pin(
     let end = address + to_usize(bytes);
     let mut registered = registrations();
     let around = registered.range_mut(..=address).next_back().filter(|(_, known)| end <= known.end);
-    let range = match around {
+    let (first, end) = match around {
         Some((&first, known)) => {
             known.guards += 1;
             (first, known.end)
@@ -85,8 +85,8 @@ pub(crate) fn pin(
         }
     };
     drop(registered);
-    transfers.lock().unwrap_or_else(PoisonError::into_inner).pinned.add(range);
-    Ok(Some(Box::new(PinGuard { transfers: transfers.clone(), first: range.0, _memory: memory })))
+    transfers.lock().unwrap_or_else(PoisonError::into_inner).pinned.add(first, end);
+    Ok(Some(Box::new(PinGuard { transfers: transfers.clone(), first, _memory: memory })))
 }
 
 impl Drop for PinGuard {
@@ -113,8 +113,8 @@ mod tests {
         let first = bytes.as_ptr().addr();
         // two adjacent ranges: what spans both is in neither
         let mut ranges = Ranges::default();
-        ranges.add((first + 10, first + 50));
-        ranges.add((first + 50, first + 90));
+        ranges.add(first + 10, first + 50);
+        ranges.add(first + 50, first + 90);
         for (range, held) in [
             (10..50, true),
             (10..11, true),

@@ -249,7 +249,7 @@ impl CudaQueue {
             CudaStep::PeerCopy(from, (peer, to), bytes) => {
                 // SAFETY: as for a copy here; the buffers of both devices know the batch as one that uses
                 // them.
-                unsafe { self.stream.copy_to_peer(*from, (peer, *to), *bytes) }
+                unsafe { self.stream.copy_to_peer(*from, peer, *to, *bytes) }
             }
             CudaStep::Fill(to, words, word) => {
                 // SAFETY: the range is an operand that `Cmd` checked; its buffer outlives the batch.
@@ -282,7 +282,7 @@ impl CudaQueue {
         // of the batch writes before.
         unsafe {
             if early && self.shared.architecture.follows() {
-                self.stream.launch_early(function, (launch.grid, threads), shared_bytes, &mut args)
+                self.stream.launch_early(function, launch.grid, threads, shared_bytes, &mut args)
             } else {
                 let threads = (threads, 1, 1);
                 result::launch_kernel(

@@ -229,7 +229,7 @@ fn single(cmd: &Cmd, tuning: KernelTuning) -> OpenclStep {
         }
         OpSig::RmsNorm { rows, cols, eps, x, weight, out } => {
             args.extend([Arg::U32(rows), Arg::U32(cols), Arg::F32(eps.0)]);
-            rows_launch("rms_norm", (x, weight, out), (rows, cols), args, tuning)
+            rms_norm(x, weight, out, rows, cols, args, tuning)
         }
         OpSig::KvWrite { tokens, x: other, kv: shape }
         | OpSig::KvGather { tokens, wire: other, kv: shape }
@@ -347,20 +347,22 @@ fn element_options(x: DType, table: DType, vec: u64) -> String {
     options(&[("X", &x), ("TABLE", &table), ("VEC", &vec)])
 }
 
-/// Returns a launch of one thread, or one group, per row.
-fn rows_launch(
-    kernel: &'static str,
-    (x, weight, out): (DType, DType, DType),
-    (rows, cols): (u32, u32),
+/// Launches one thread, or one group, of `rms_norm` per row.
+fn rms_norm(
+    x: DType,
+    weight: DType,
+    out: DType,
+    rows: u32,
+    cols: u32,
     args: Vec<Arg>,
     tuning: KernelTuning,
 ) -> OpenclStep {
     let vec = vector(cols.into(), tuning);
     let macros = options(&[("X", &x), ("WEIGHT", &weight), ("OUT", &out), ("VEC", &vec)]);
     match tuning {
-        KernelTuning::Cpu => launch("rows.cl", kernel, macros, args, ([rows as usize, 1, 1], [1, 1, 1])),
+        KernelTuning::Cpu => launch("rows.cl", "rms_norm", macros, args, ([rows as usize, 1, 1], [1, 1, 1])),
         KernelTuning::Gpu => {
-            launch("rows.c", kernel, macros, args, ([rows as usize * GROUP, 1, 1], [GROUP, 1, 1]))
+            launch("rows.c", "rms_norm", macros, args, ([rows as usize * GROUP, 1, 1], [GROUP, 1, 1]))
         }
     }
 }

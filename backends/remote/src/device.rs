@@ -207,7 +207,7 @@ impl RemoteDevice {
         let (session, theirs, limits) =
             RemoteSession::open(&shared.info.id, &shared.address, &shared.access)?;
         *lock(&shared.next_session) = Some(session.clone());
-        let restored = self.restore(&session, (&theirs, limits));
+        let restored = self.restore(&session, &theirs, limits);
         *lock(&shared.next_session) = None;
         restored?;
         *lock(&shared.session) = session.clone();
@@ -215,11 +215,7 @@ impl RemoteDevice {
     }
 
     /// Allocates all buffers on a new connection, and writes weights there.
-    fn restore(
-        &self,
-        session: &Arc<RemoteSession>,
-        (theirs, limits): (&DeviceInfo, DeviceLimits),
-    ) -> Result<()> {
+    fn restore(&self, session: &Arc<RemoteSession>, theirs: &DeviceInfo, limits: DeviceLimits) -> Result<()> {
         let shared = &self.0;
         let is_same = shared.info.fingerprint.strip_prefix(&theirs.fingerprint).is_some();
         if !is_same || limits != shared.limits {
@@ -283,7 +279,7 @@ impl View<'_> {
         self.shared.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    fn slice(&self, number: u64, bytes: u64, (is_owner, is_kept): (bool, bool)) -> Slice {
+    fn slice(&self, number: u64, bytes: u64, is_owner: bool, is_kept: bool) -> Slice {
         let shared = self.shared.clone();
         Slice::whole(Arc::new(RemoteBuffer { shared, number, bytes, is_owner, is_kept }))
     }
@@ -316,7 +312,7 @@ impl Device for View<'_> {
                 if placed != bytes {
                     return Err(Error::invalid("the weights have other sizes than when they were placed"));
                 }
-                return Ok(self.slice(number, bytes, (false, false)));
+                return Ok(self.slice(number, bytes, false, false));
             }
         }
         let number = self.number();
@@ -327,7 +323,7 @@ impl Device for View<'_> {
         let is_kept = usage == BufferUsage::Weights && matches!(self.placing, WeightsAllocation::Not);
         let kept = KeptBuffer { bytes, usage, content: is_kept.then(Vec::new) };
         lock(&self.shared.buffers).insert(number, kept);
-        Ok(self.slice(number, bytes, (true, is_kept)))
+        Ok(self.slice(number, bytes, true, is_kept))
     }
 
     fn import(&self, _: Arc<dyn HostMemory>) -> Result<Slice> {

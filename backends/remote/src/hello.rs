@@ -148,7 +148,8 @@ pub(crate) fn welcome(
     link: &Duplex,
     reader: &mut FrameReader,
     access: &DeviceAccess,
-    (info, limits): (&DeviceInfo, &DeviceLimits),
+    info: &DeviceInfo,
+    limits: &DeviceLimits,
     deadline: Instant,
 ) -> Result<()> {
     let mut nonce = [0; NONCE_BYTES];

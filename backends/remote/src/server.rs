@@ -103,8 +103,8 @@ impl LentDevice {
         let failed = |error: std::io::Error| Error::new(ErrorKind::Closed, error.to_string());
         let (link, pending) = caller.welcome(deadline).map_err(failed)?;
         let mut reader = FrameReader::new(HELLO_BYTES_MAX);
-        let known = (self.device.info(), &self.device.limits());
-        hello::welcome(&link, &mut reader, &self.access, known, deadline)?;
+        let (info, limits) = (self.device.info(), self.device.limits());
+        hello::welcome(&link, &mut reader, &self.access, info, &limits, deadline)?;
         let peer = link.peer();
         let before = self.users.fetch_add(1, Ordering::Relaxed);
         let _user = User(&self.users);

@@ -174,14 +174,17 @@ impl Device for ComputeDevice {
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         let (role, to) = (counted(to)?.role, unwrapped(to)?);
-        let what = (data.len(), role);
-        self.part.copying(what, |profile| &profile.host_to_device, || self.inner.write(&to, data))
+        self.part.copying(data.len(), role, |profile| &profile.host_to_device, || self.inner.write(&to, data))
     }
 
     fn read(&self, from: &Slice, data: &mut [u8]) -> Result<()> {
         let (role, from) = (counted(from)?.role, unwrapped(from)?);
-        let what = (data.len(), role);
-        self.part.copying(what, |profile| &profile.device_to_host, || self.inner.read(&from, data))
+        self.part.copying(
+            data.len(),
+            role,
+            |profile| &profile.device_to_host,
+            || self.inner.read(&from, data),
+        )
     }
 
     fn queue(&self) -> Result<Box<dyn Queue>> {

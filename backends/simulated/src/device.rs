@@ -81,7 +81,8 @@ impl SimulatedPart {
     /// goes beside steps, from which it takes the memory meanwhile.
     pub(crate) fn copying(
         &self,
-        (bytes, role): (usize, BufferUsage),
+        bytes: usize,
+        role: BufferUsage,
         cost: impl FnOnce(&DeviceProfile) -> &CopyCost,
         copy: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
@@ -211,7 +212,8 @@ impl Device for TimeOnlyDevice {
         check_length(to, data.len())?;
         let role = lock(&self.store).content(to)?.0.role();
         self.part.copying(
-            (data.len(), role),
+            data.len(),
+            role,
             |profile| &profile.host_to_device,
             || {
                 lock(&self.store).edit(to, WriteEffect::Any)?.copy_from_slice(data);
@@ -224,7 +226,8 @@ impl Device for TimeOnlyDevice {
         check_length(from, data.len())?;
         let role = lock(&self.store).content(from)?.0.role();
         self.part.copying(
-            (data.len(), role),
+            data.len(),
+            role,
             |profile| &profile.device_to_host,
             || {
                 data.copy_from_slice(lock(&self.store).bytes(from)?);

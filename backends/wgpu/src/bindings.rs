@@ -49,7 +49,8 @@ impl BindGroups {
         &self,
         device: &Device,
         counters: &Counters,
-        (pipeline, layout): (u64, &BindGroupLayout),
+        pipeline: u64,
+        layout: &BindGroupLayout,
         bound: &[Bound<'_>],
     ) -> BindGroup {
         let windows = bound.iter().map(|window| (window.memory, window.offset, window.bytes));

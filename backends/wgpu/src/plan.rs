@@ -205,7 +205,7 @@ impl Planner {
                         &kernel,
                         &[&a, &b],
                         &[&out],
-                        &element_shape(count, 1, 1, (0, 0), 0),
+                        &element_shape(count, 1, 1, [0, 0], 0),
                         groups,
                     );
                 }
@@ -215,10 +215,12 @@ impl Planner {
             (OpSig::Embed { .. }, [ids, table, out]) => self.embed(sig, ids, table, out)?,
             (OpSig::RmsNorm { .. }, [x, weight, out]) => self.rms_norm(sig, x, weight, out)?,
             (OpSig::AttnMerge { parts, rows, head_dim, .. }, [acc, stat, out]) => {
-                self.merge(sig, (parts, rows, head_dim), [acc, stat], out, Merged::Normalised)?;
+                let merged = MergeShape { parts, rows, dim: head_dim };
+                self.merge(sig, merged, [acc, stat], out, Merged::Normalised)?;
             }
             (OpSig::AttnMerge { parts, rows, head_dim, sinks: heads, .. }, [acc, stat, sinks, out]) => {
-                self.merge(sig, (parts, rows, head_dim), [acc, stat], out, Merged::Joined(sinks, heads))?;
+                let merged = MergeShape { parts, rows, dim: head_dim };
+                self.merge(sig, merged, [acc, stat], out, Merged::Joined(sinks, heads))?;
             }
             (OpSig::KvWrite { .. } | OpSig::KvGather { .. } | OpSig::KvScatter { .. }, _) => {
                 self.kv(sig, operands)?;
@@ -362,7 +364,7 @@ impl Planner {
         let kernel = Kernel::new(ShaderFile::Elements, "fill", GROUP);
         let sig = OpSig::Fill { bytes: to.window.bytes, word };
         for (first, count) in self.runs(&sig, to.elements(), 4)? {
-            let shape = element_shape(count, 1, 1, (0, 0), word);
+            let shape = element_shape(count, 1, 1, [0, 0], word);
             self.dispatch(&kernel, &[], &[&to.part(first, count)], &shape, count.div_ceil(GROUP.into()));
         }
         Ok(())
@@ -372,7 +374,7 @@ impl Planner {
     fn narrow(&mut self, wide: &TensorView, out: &TensorView, accumulate: bool) {
         let kernel = Kernel::new(ShaderFile::Elements, "narrow", GROUP).dtype("OUT", out.dtype);
         let count = out.elements();
-        let shape = element_shape(count, 1, 1, (0, 0), accumulate.into());
+        let shape = element_shape(count, 1, 1, [0, 0], accumulate.into());
         self.dispatch(&kernel, &[wide], &[out], &shape, words(count, out.dtype).div_ceil(GROUP.into()));
     }
 
@@ -398,7 +400,7 @@ impl Planner {
             let x = x.part(first * row, count * row);
             let cos_sin = cos_sin.part(first * u64::from(length), count * u64::from(length));
             let all_heads = count * u64::from(heads);
-            let shape = element_shape(all_heads, width, heads, (begin, head_dim), interleaved.into());
+            let shape = element_shape(all_heads, width, heads, [begin, head_dim], interleaved.into());
             let threads = all_heads.div_ceil(own.into()) * u64::from(width / unit.max(1));
             self.dispatch(&kernel, &[&cos_sin], &[&x], &shape, threads.div_ceil(GROUP.into()));
         }
@@ -413,7 +415,7 @@ impl Planner {
             let from = from.part(first * from_row, count * from_row);
             let to = to.part(first * to_row, count * to_row);
             let elements = count * to_row;
-            let shape = element_shape(elements, cols, source.row, (source.first, target.row), target.first);
+            let shape = element_shape(elements, cols, source.row, [source.first, target.row], target.first);
             self.dispatch(&kernel, &[&from], &[&to], &shape, words(elements, x).div_ceil(GROUP.into()));
         }
         Ok(())
@@ -433,7 +435,7 @@ impl Planner {
             let (ids, out) = (ids.part(row, rows), out.part(row * hidden, rows * hidden));
             for &(first, count) in &parts {
                 let table = table.part(first * hidden, count * hidden);
-                let range = (to_u32(first), to_u32(first + count));
+                let range = [to_u32(first), to_u32(first + count)];
                 let shape = element_shape(rows * hidden, to_u32(hidden), vocab, range, NAN);
                 let groups = words(rows * hidden, out.dtype).div_ceil(GROUP.into());
                 self.dispatch(&kernel, &[&ids, &table], &[&out], &shape, groups);
@@ -468,7 +470,7 @@ impl Planner {
     fn merge(
         &mut self,
         sig: &OpSig,
-        (parts, rows, dim): (u32, u32, u32),
+        merged: MergeShape,
         [acc, stat]: [&TensorView; 2],
         out: &TensorView,
         how: Merged<'_>,
@@ -484,12 +486,22 @@ impl Planner {
             Merged::Joined(sinks, heads) => (sinks, heads, out),
             Merged::Part(stat_out) => (stat, 0, stat_out),
         };
+        let MergeShape { parts, rows, dim } = merged;
         let shape = [parts, rows, dim, rows, heads];
         let groups = words(u64::from(rows) * u64::from(dim), out.dtype).div_ceil(GROUP.into());
         // a normalising kernel never writes its second output, which must be bound anyway
         self.dispatch(&kernel, &[acc, stat, sinks], &[out, stat_out], &shape, groups);
         Ok(())
     }
+}
+
+/// The shape of a merge of parts.
+#[derive(Clone, Copy)]
+struct MergeShape {
+    parts: u32,
+    rows: u32,
+    /// Elements of a row.
+    dim: u32,
 }
 
 /// What becomes of parts.
@@ -508,6 +520,6 @@ fn words(count: u64, dtype: DType) -> u64 {
 }
 
 /// Returns `Shape` of elements.wgsl.
-fn element_shape(count: u64, width: u32, heads: u32, (first, end): (u32, u32), word: u32) -> [u32; 6] {
-    [to_u32(count), width, heads, first, end, word]
+fn element_shape(count: u64, width: u32, heads: u32, range: [u32; 2], word: u32) -> [u32; 6] {
+    [to_u32(count), width, heads, range[0], range[1], word]
 }

@@ -151,12 +151,8 @@ impl WgpuQueue {
                 });
                 let bound: Vec<Bound<'_>> = bound.collect::<Result<_>>()?;
                 let link = &self.shared.link;
-                let group = link.groups.get(
-                    &link.device,
-                    &link.counters,
-                    (pipeline.number, &pipeline.layout),
-                    &bound,
-                );
+                let group =
+                    link.groups.get(&link.device, &link.counters, pipeline.number, &pipeline.layout, &bound);
                 Ok(EncoderStep::Dispatch { pipeline, group, words: words.clone(), grid: *grid })
             }
         }

@@ -16,8 +16,11 @@ const PAD: usize = 16;
 pub(crate) fn embed(
     worker: &mut KernelWorker<'_>,
     args: &[OperandSpan],
-    (tokens, vocab, hidden): (usize, u32, usize),
-    (from, to): (DType, DType),
+    tokens: usize,
+    vocab: u32,
+    hidden: usize,
+    from: DType,
+    to: DType,
 ) -> Result<()> {
     let [ids, table, out] = [args[0], args[1], args[2]];
     for token in worker.share(tokens) {

@@ -272,7 +272,7 @@ impl GroupedGemm {
             worker.isa.run(TilePanel {
                 shape,
                 operands,
-                quantised: self.quantised.map(|all| all.part(shape.n, (*expert, 0))),
+                quantised: self.quantised.map(|all| all.part(shape.n, *expert, 0)),
                 columns: columns.clone(),
                 next: *next,
                 out_rows: Some(&choices),
@@ -297,7 +297,7 @@ impl GroupedGemm {
         };
         let is_packed = piece.form.is_some();
         let (x_words, out_words) = (words(m * k, x), words(m * columns, out));
-        let weights = self.quantised.map(|all| all.part(n, (piece.expert, piece.columns.start)));
+        let weights = self.quantised.map(|all| all.part(n, piece.expert, piece.columns.start));
         let packed_words = if is_packed { round_up(packed_words(&shape, dtype), 16) } else { 0 };
         let own = match (is_packed, &weights) {
             (true, _) => PanelOut::scratch_words(&shape, dtype).max(PackX::SCRATCH_WORDS),

@@ -140,7 +140,8 @@ impl PagedKv {
     unsafe fn move_row(
         &self,
         keys: bool,
-        (page, offset): (usize, usize),
+        page: usize,
+        offset: usize,
         head: usize,
         row: *mut u8,
         way: CopyDirection,
@@ -216,11 +217,12 @@ pub(crate) fn store(
         let (keys, head) = pools.unit(unit);
         for token in 0..tokens {
             // SAFETY: `slots` holds `tokens` elements.
-            let place = pools.place(unsafe { slots.u32(token) }).map_err(|e| e.context("kv slots"))?;
+            let (page, offset) =
+                pools.place(unsafe { slots.u32(token) }).map_err(|e| e.context("kv slots"))?;
             let from = dense.row(keys, token, head, head_dim);
             convert_row(worker, from, dense.dtype, row.as_mut_ptr(), pools.dtype, head_dim);
-            // SAFETY: `place` checked the slot; this worker alone writes this head.
-            unsafe { pools.move_row(keys, place, head, row.as_mut_ptr(), CopyDirection::IntoPool) };
+            // SAFETY: `PagedKv::place` checked the slot; this worker alone writes this head.
+            unsafe { pools.move_row(keys, page, offset, head, row.as_mut_ptr(), CopyDirection::IntoPool) };
         }
     }
     Ok(())
@@ -238,11 +240,11 @@ pub(crate) fn gather(
     let mut row = vec![0u8; head_bytes(pools.dtype, head_dim)];
     for token in worker.share(tokens) {
         // SAFETY: `slots` holds `tokens` elements.
-        let place = pools.place(unsafe { slots.u32(token) }).map_err(|e| e.context("kv slots"))?;
+        let (page, offset) = pools.place(unsafe { slots.u32(token) }).map_err(|e| e.context("kv slots"))?;
         for unit in 0..pools.units() {
             let (keys, head) = pools.unit(unit);
-            // SAFETY: `place` checked the slot.
-            unsafe { pools.move_row(keys, place, head, row.as_mut_ptr(), CopyDirection::OutOfPool) };
+            // SAFETY: `PagedKv::place` checked the slot.
+            unsafe { pools.move_row(keys, page, offset, head, row.as_mut_ptr(), CopyDirection::OutOfPool) };
             let to = dense.row(keys, token, head, head_dim);
             convert_row(worker, row.as_ptr(), pools.dtype, to, dense.dtype, head_dim);
         }

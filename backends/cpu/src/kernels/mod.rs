@@ -120,7 +120,7 @@ pub(crate) unsafe fn run(
     let isa = worker.isa;
     match *sig {
         OpSig::Embed { tokens, vocab, hidden, table, out } => {
-            return elementwise::embed(worker, args, (tokens as usize, vocab, hidden as usize), (table, out));
+            return elementwise::embed(worker, args, tokens as usize, vocab, hidden as usize, table, out);
         }
         OpSig::RmsNorm { rows, cols, eps, x, weight, out } => {
             let (cols, rows) = (cols as usize, worker.share(rows as usize));
@@ -131,8 +131,7 @@ pub(crate) unsafe fn run(
             unsafe { isa.run(task) };
         }
         OpSig::QuantisedEmbed { tokens, vocab, hidden, table, out } => {
-            let shape = (tokens as usize, vocab, hidden as usize);
-            return quantised::embed(worker, args, shape, (table, out));
+            return quantised::embed(worker, args, tokens as usize, vocab, hidden as usize, table, out);
         }
         OpSig::Gemm { .. } | OpSig::QuantisedGemm { .. } => {
             let (shape, operands, weights) = gemm_parts(sig, args);

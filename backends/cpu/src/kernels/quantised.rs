@@ -47,7 +47,7 @@ impl QuantisedRows {
 
     /// The weights from row `first` of matrix `which` of matrices of so many rows. Row `first` begins a group
     /// of rows, or the rows that are read from there on end with the group.
-    pub(crate) fn part(&self, rows: usize, (which, first): (usize, usize)) -> Self {
+    pub(crate) fn part(&self, rows: usize, which: usize, first: usize) -> Self {
         let row = which * rows + first;
         let group_rows = self.kind.group_rows as usize;
         let group = which * rows.div_ceil(group_rows) + first / group_rows;
@@ -177,7 +177,7 @@ impl QuantisedRows {
     /// # Safety
     /// As for [`scales_of`](Self::scales_of), and `to` has room for `count` numbers.
     #[inline(always)]
-    pub(crate) unsafe fn widen<S: Simd>(&self, row: usize, (from, count): (usize, usize), to: *mut f32) {
+    pub(crate) unsafe fn widen<S: Simd>(&self, row: usize, from: usize, count: usize, to: *mut f32) {
         let group_columns = self.kind.group_columns as usize;
         let mut column = from;
         // SAFETY: the caller's promise.
@@ -186,7 +186,7 @@ impl QuantisedRows {
                 let group = column / group_columns;
                 let end = ((group + 1).saturating_mul(group_columns)).min(from + count);
                 let (scale, zero) = self.scale_of(row, group);
-                self.widen_group::<S>((row, column), end - column, (scale, zero), to.add(column - from));
+                self.widen_group::<S>(row, column, end - column, scale, zero, to.add(column - from));
                 column = end;
             }
         }
@@ -196,9 +196,11 @@ impl QuantisedRows {
     #[inline(always)]
     unsafe fn widen_group<S: Simd>(
         &self,
-        (row, column): (usize, usize),
+        row: usize,
+        column: usize,
         count: usize,
-        (scale, zero): (f32, f32),
+        scale: f32,
+        zero: f32,
         to: *mut f32,
     ) {
         let mut done = 0;
@@ -401,8 +403,11 @@ unsafe fn read_scale(kind: ScaleKind, span: OperandSpan, index: usize) -> f32 {
 pub(crate) fn embed(
     worker: &mut KernelWorker<'_>,
     args: &[OperandSpan],
-    (tokens, vocab, hidden): (usize, u32, usize),
-    (table, to): (Quantised, DType),
+    tokens: usize,
+    vocab: u32,
+    hidden: usize,
+    table: Quantised,
+    to: DType,
 ) -> Result<()> {
     let (table, rest) = QuantisedRows::of(table, hidden, &args[1..]);
     for token in worker.share(tokens) {
@@ -437,7 +442,7 @@ impl SimdTask for EmbedRow {
         let columns = self.table.columns;
         // SAFETY: `embed` made the pointers.
         unsafe {
-            self.table.widen::<S>(self.row, (0, columns), self.scratch);
+            self.table.widen::<S>(self.row, 0, columns, self.scratch);
             narrow::<S>(self.to, self.scratch, self.target, columns);
         }
     }

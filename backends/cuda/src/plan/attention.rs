@@ -98,7 +98,7 @@ pub(super) fn slow_prefill(
     let OpSig::AttnPrefill { heads, x, kv: shape, .. } = *sig else { return None };
     let KvShape { head_dim, dtype: kv, latent, .. } = shape;
     match () {
-        () if latent.is_some() => match LatentBlock::of((heads, x, &shape), operands, target) {
+        () if latent.is_some() => match LatentBlock::of(heads, x, &shape, operands, target) {
             Some(_) => None,
             None => Some(
                 "tensor cores need latents of queries' 16-bit dtype, in vectors, and their shared memory",
@@ -116,7 +116,8 @@ pub(super) fn slow_prefill(
 fn latent_launch(
     kernel: &'static str,
     block: LatentBlock,
-    (kv, common): (&KvShape, &[(&'static str, &dyn Macro)]),
+    kv: &KvShape,
+    common: &[(&'static str, &dyn Macro)],
     grid: [u64; 3],
     args: Vec<KernelArg>,
 ) -> Result<PlanStep> {
@@ -125,8 +126,7 @@ fn latent_launch(
     macros.extend(latent_macros(kv, &value_dim));
     let of_block: [(&'static str, &dyn Macro); 2] = [("HEADS", &heads), ("ROW_TILES", &block.row_tiles)];
     macros.extend(of_block);
-    let mut step =
-        launch(KernelProgram::new(KernelSource::LatentMma, &macros), kernel, (grid, THREADS), args)?;
+    let mut step = launch(KernelProgram::new(KernelSource::LatentMma, &macros), kernel, grid, THREADS, args)?;
     if let PlanStep::Launch(launch) = &mut step {
         launch.shared_bytes = block.shared_bytes;
     }
@@ -159,9 +159,9 @@ pub(super) fn prefill(
     args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(KernelArg::U32));
     args.extend([tokens, window.unwrap_or(u32::MAX), sinks.into()].map(KernelArg::U32));
     let macros: [(&'static str, &dyn Macro); 3] = [("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim)];
-    if let Some(block) = LatentBlock::of((heads, x, &shape), operands, target) {
+    if let Some(block) = LatentBlock::of(heads, x, &shape, operands, target) {
         let grid = [heads.div_ceil(block.heads()).into(), tokens.into(), 1];
-        return latent_launch("attn_prefill_latent", block, (&shape, &macros), grid, args);
+        return latent_launch("attn_prefill_latent", block, &shape, &macros, grid, args);
     }
     let rows = u64::from(tokens) * u64::from(heads / kv_heads.max(1));
     // smaller blocks if larger ones would leave multiprocessors idle, or their sums the registers
@@ -179,7 +179,7 @@ pub(super) fn prefill(
         let program = KernelProgram::new(KernelSource::PrefillWgmma, &[&macros[..], &[stages]].concat());
         // a block for each multiprocessor, which goes through the tiles
         let blocks = (tiles(WGMMA_ROWS) * u64::from(kv_heads)).min(target.multiprocessors.into());
-        let mut step = launch(program, "attn_prefill_wgmma", ([blocks, 1, 1], WGMMA_THREADS), args)?;
+        let mut step = launch(program, "attn_prefill_wgmma", [blocks, 1, 1], WGMMA_THREADS, args)?;
         if let PlanStep::Launch(launch) = &mut step {
             launch.shared_bytes = wgmma_shared_bytes(head_dim);
         }
@@ -191,7 +191,7 @@ pub(super) fn prefill(
             &[&macros[..], &[("ROW_TILES", &row_tiles), ("TILE", &block.tile)]].concat(),
         );
         let mut step =
-            launch(program, "attn_prefill_mma", ([tiles(block.rows), kv_heads.into(), 1], THREADS), args)?;
+            launch(program, "attn_prefill_mma", [tiles(block.rows), kv_heads.into(), 1], THREADS, args)?;
         if let PlanStep::Launch(launch) = &mut step {
             launch.shared_bytes = block.shared_bytes;
         }
@@ -201,7 +201,7 @@ pub(super) fn prefill(
     let mut macros = [&macros[..], &[("GROUP", &PORTABLE_THREADS)]].concat();
     macros.extend(latent_macros(&shape, &value_dim));
     let program = KernelProgram::new(KernelSource::Attention, &macros);
-    launch(program, "attn_prefill", ([heads.into(), tokens.into(), 1], PORTABLE_THREADS), args)
+    launch(program, "attn_prefill", [heads.into(), tokens.into(), 1], PORTABLE_THREADS, args)
 }
 
 /// How many parts a sequence may have, and keys of a part.
@@ -238,10 +238,11 @@ fn lane_elements(head_dim: u32, value_dim: u32) -> u32 {
 
 /// Plans decode attention in several parts with its merge, if `merge` is that and there are several.
 pub(super) fn decode_merged(
-    (sig, operands): &PlannedOp,
-    (merge, merged): &PlannedOp,
+    decode_op: &PlannedOp,
+    merge_op: &PlannedOp,
     target: &PlanTarget,
 ) -> Result<Option<Vec<PlanStep>>> {
+    let ((sig, operands), (merge, merged)) = (decode_op, merge_op);
     let OpSig::AttnDecode { sequences, heads, kv, .. } = *sig else { return Ok(None) };
     let OpSig::AttnMerge { parts: 1, rows, head_dim: merged_dim, sinks: 0, out } = *merge else {
         return Ok(None);
@@ -281,7 +282,7 @@ pub(super) fn decode(
     let exact = on_tensor_cores(x, kv, target);
     let split = on_tensor_cores(kv, kv, target) && x == DType::F32 && kv == DType::Bf16;
     let tensor_cores = (exact || split) && decode_heads(&shape) && aligned(operands);
-    let of_latents = LatentBlock::of((heads, x, &shape), operands, target);
+    let of_latents = LatentBlock::of(heads, x, &shape, operands, target);
     // equal shares of the heads that share a KV head
     let heads_max = match of_latents {
         Some(block) => block.heads(),
@@ -305,14 +306,14 @@ pub(super) fn decode(
     args.extend([parts, chunk].map(KernelArg::U32));
     let macros: [(&'static str, &dyn Macro); 4] =
         [("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim), ("HEADS", &block_heads)];
-    let grid = ([parts.into(), blocks_per_part, sequences.into()], THREADS);
+    let grid = [parts.into(), blocks_per_part, sequences.into()];
     let first = if let Some(block) = of_latents {
-        latent_launch("attn_decode_latent", block, (&shape, &macros[..3]), grid.0, args)?
+        latent_launch("attn_decode_latent", block, &shape, &macros[..3], grid, args)?
     } else if tensor_cores {
         let split = if split { 3u32 } else { 1 };
         let program =
             KernelProgram::new(KernelSource::DecodeMma, &[&macros[..], &[("SPLIT", &split)]].concat());
-        launch(program, "attn_decode_mma", grid, args)?
+        launch(program, "attn_decode_mma", grid, THREADS, args)?
     } else {
         // codes and scales of an odd number of tokens end at half a vector of codes
         let pages_aligned = !kv.is_scaled() || page_tokens.is_multiple_of(2);
@@ -321,7 +322,7 @@ pub(super) fn decode(
         let value_elements = if aligned(operands) { lane_elements(head_dim, value_dim) } else { 1 };
         let mut macros = [&macros[..], &[("KW", &key_elements), ("VD", &value_elements)]].concat();
         macros.extend(latent_macros(&shape, &value_dim));
-        launch(KernelProgram::new(KernelSource::Decode, &macros), "attn_decode", grid, args)?
+        launch(KernelProgram::new(KernelSource::Decode, &macros), "attn_decode", grid, THREADS, args)?
     };
     let mut steps = vec![first];
     if parts > 1 {
@@ -334,7 +335,7 @@ pub(super) fn decode(
         macros.extend(merged.as_ref().map(|(out, _)| ("OUT", out as &dyn Macro)));
         let program = KernelProgram::new(KernelSource::Combine, &macros);
         let rows = u64::from(sequences) * u64::from(heads);
-        steps.push(launch(program, "attn_combine", ([rows, 1, 1], THREADS), args)?);
+        steps.push(launch(program, "attn_combine", [rows, 1, 1], THREADS, args)?);
     }
     Ok(steps)
 }

@@ -38,8 +38,8 @@ pub(super) fn route(sig: &OpSig, args: &[KernelArg]) -> Result<Vec<PlanStep>> {
     let order = vec![args[at], args[at + 2], args[at + 3], KernelArg::U32(tokens * routing.active)];
     let few = routing.experts.next_power_of_two().clamp(32, 256);
     Ok(vec![
-        launch(program(few), "route", ([tokens.into(), 1, 1], few), choice)?,
-        launch(program(1024), "route_order", ([tokens.min(1).into(), 1, 1], 1024), order)?,
+        launch(program(few), "route", [tokens.into(), 1, 1], few, choice)?,
+        launch(program(1024), "route_order", [tokens.min(1).into(), 1, 1], 1024, order)?,
     ])
 }
 
@@ -75,10 +75,10 @@ pub(super) fn grouped(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<Kerne
         let macros = [&dtypes[..], &[("VEC", &vec), ("GROUP", &FEW_THREADS), ("ROWS", &rows)]].concat();
         let grid = [n.into(), choices.div_ceil(rows).into(), 1];
         let program = KernelProgram::new(source, &macros);
-        return launch(program, "grouped_few", (grid, FEW_THREADS), args);
+        return launch(program, "grouped_few", grid, FEW_THREADS, args);
     }
     let macros = [&dtypes[..], &[("VEC", &1u32), ("GROUP", &FEW_THREADS), ("ROWS", &ROWS)]].concat();
     let tiles = u64::from(choices / TILE) + u64::from(grouped.experts.min(choices));
     let grid = [n.div_ceil(TILE).into(), tiles, 1];
-    launch(KernelProgram::new(source, &macros), "grouped_many", (grid, TILE_THREADS), args)
+    launch(KernelProgram::new(source, &macros), "grouped_many", grid, TILE_THREADS, args)
 }

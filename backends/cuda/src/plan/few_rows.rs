@@ -15,9 +15,19 @@ const STAGES: std::ops::RangeInclusive<u32> = 2..=4;
 /// Maximum number of products of a launch.
 const PRODUCTS_MAX: usize = 3;
 
-pub(super) const ALONE: (KernelSource, &str) = (KernelSource::FewRows, "gemm_few_rows");
-const OF_ONE_X: (KernelSource, &str) = (KernelSource::FewRowsOfOneX, "gemm_few_rows_of_one_x");
-const GATED: (KernelSource, &str) = (KernelSource::FewRowsGated, "gemm_few_rows_gated");
+/// A kernel of few rows, and the file that holds it.
+#[derive(Clone, Copy)]
+pub(super) struct FewRowsKernel {
+    source: KernelSource,
+    name: &'static str,
+}
+
+pub(super) const ALONE: FewRowsKernel =
+    FewRowsKernel { source: KernelSource::FewRows, name: "gemm_few_rows" };
+const OF_ONE_X: FewRowsKernel =
+    FewRowsKernel { source: KernelSource::FewRowsOfOneX, name: "gemm_few_rows_of_one_x" };
+const GATED: FewRowsKernel =
+    FewRowsKernel { source: KernelSource::FewRowsGated, name: "gemm_few_rows_gated" };
 
 /// How a block of `gemm_few_rows` is compiled.
 pub(super) struct FewRows {
@@ -56,9 +66,10 @@ impl FewRows {
 
     pub(super) fn launch(
         &self,
-        (source, kernel): (KernelSource, &'static str),
+        kernel: FewRowsKernel,
         dtypes: &[(&'static str, &dyn Macro)],
-        (blocks, args): (u64, Vec<KernelArg>),
+        blocks: u64,
+        args: Vec<KernelArg>,
     ) -> Result<PlanStep> {
         let shape: [(&'static str, &dyn Macro); 5] = [
             ("ROW_TILES", &self.row_tiles),
@@ -67,8 +78,8 @@ impl FewRows {
             ("WARPS", &WARPS),
             ("STAGES", &self.stages),
         ];
-        let program = KernelProgram::new(source, &[dtypes, &shape].concat());
-        let mut step = launch(program, kernel, ([blocks, 1, 1], 32 * WARPS), args)?;
+        let program = KernelProgram::new(kernel.source, &[dtypes, &shape].concat());
+        let mut step = launch(program, kernel.name, [blocks, 1, 1], 32 * WARPS, args)?;
         if let PlanStep::Launch(launch) = &mut step {
             launch.shared_bytes = self.shared_bytes;
         }
@@ -87,7 +98,8 @@ struct Product<'a> {
 }
 
 impl Product<'_> {
-    fn of<'a>((sig, places): &'a PlannedOp, target: &PlanTarget) -> Option<Product<'a>> {
+    fn of<'a>(op: &'a PlannedOp, target: &PlanTarget) -> Option<Product<'a>> {
+        let (sig, places) = op;
         let OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } = *sig else { return None };
         let split = gemm::few_rows_split_of(sig, places, target)?;
         let whole = m > 0 && n > 0;
@@ -153,7 +165,7 @@ pub(super) fn together(ops: &[PlannedOp], target: &PlanTarget) -> Result<Option<
     }
     let (x, weight, out) = products[0].dtypes;
     let dtypes: [(&'static str, &dyn Macro); 3] = [("X", &x), ("WEIGHT", &weight), ("OUT", &out)];
-    Ok(Some((count, kernel.launch(OF_ONE_X, &dtypes, (blocks, args))?)))
+    Ok(Some((count, kernel.launch(OF_ONE_X, &dtypes, blocks, args)?)))
 }
 
 /// Plans a gate, its up and `silu_mul` of them, if `op` is that.
@@ -174,5 +186,5 @@ fn gated(gate: &Product<'_>, up: &Product<'_>, op: &PlannedOp) -> Result<Option<
     args.extend([gate, up].map(|one| KernelArg::Settled(one.places[1])));
     let dtypes: [(&'static str, &dyn Macro); 3] = [("X", &x), ("WEIGHT", &weight), ("OUT", &out)];
     // a block has one row tile of each
-    kernel.launch(GATED, &dtypes, (u64::from(n.div_ceil(16)), args)).map(Some)
+    kernel.launch(GATED, &dtypes, u64::from(n.div_ceil(16)), args).map(Some)
 }

@@ -145,7 +145,7 @@ pub(super) fn plan(
             }
             // a product over no columns is its bias
             let nothing = [m, n, 0, 1, u32::from(accumulate)].map(KernelArg::U32);
-            Ok(vec![tiles((m, n), &dtypes, [args, nothing.into()].concat())?, product])
+            Ok(vec![tiles(m, n, &dtypes, [args, nothing.into()].concat())?, product])
         }
         GemmPath::FewRows { split } => {
             let [from, to] = [0, 3].map(|i: usize| args[i]);
@@ -158,7 +158,7 @@ pub(super) fn plan(
                 args.extend(last);
                 args.push(KernelArg::Settled(operands[1]));
                 let kernel = FewRows::new(rows, u64::from(n), split, target);
-                kernel.launch(ALONE, &dtypes, (kernel.blocks(n), args))
+                kernel.launch(ALONE, &dtypes, kernel.blocks(n), args)
             });
             blocks.collect()
         }
@@ -170,25 +170,21 @@ pub(super) fn plan(
             args.push(KernelArg::U32(m));
             args.extend(last);
             let program = KernelProgram::new(KernelSource::Gemm, &macros);
-            Ok(vec![launch(program, "gemv", (grid, GEMV_THREADS), args)?])
+            Ok(vec![launch(program, "gemv", grid, GEMV_THREADS, args)?])
         }
         GemmPath::Tiles => {
             args.push(KernelArg::U32(m));
             args.extend(last);
-            Ok(vec![tiles((m, n), &dtypes, args)?])
+            Ok(vec![tiles(m, n, &dtypes, args)?])
         }
     }
 }
 
 /// The kernel for any dtypes and shapes.
-fn tiles(
-    (m, n): (u32, u32),
-    dtypes: &[(&'static str, &dyn Macro)],
-    args: Vec<KernelArg>,
-) -> Result<PlanStep> {
+fn tiles(m: u32, n: u32, dtypes: &[(&'static str, &dyn Macro)], args: Vec<KernelArg>) -> Result<PlanStep> {
     let macros = [dtypes, &[("VEC", &1u32), ("GROUP", &GEMV_THREADS)]].concat();
     let grid = [n.div_ceil(TILE).into(), m.div_ceil(TILE).into(), 1];
-    launch(KernelProgram::new(KernelSource::Gemm, &macros), "gemm", (grid, TILE_THREADS), args)
+    launch(KernelProgram::new(KernelSource::Gemm, &macros), "gemm", grid, TILE_THREADS, args)
 }
 
 #[cfg(test)]

@@ -24,7 +24,9 @@ impl LatentBlock {
     /// The block for so many heads over latents, none if the kernels do not take them: 32 heads where there
     /// are more than 16 and shared memory allows it.
     pub(super) fn of(
-        (heads, x, kv): (u32, DType, &KvShape),
+        heads: u32,
+        x: DType,
+        kv: &KvShape,
         operands: &[DeviceRange],
         target: &PlanTarget,
     ) -> Option<LatentBlock> {
@@ -60,7 +62,7 @@ mod tests {
         let latent = Some(LatentKv { rank: 512, scale: Scalar(0.1) });
         let kv = KvShape { kv_heads: 1, head_dim: 576, page_tokens: 16, dtype: DType::Bf16, latent };
         let target = |shared_bytes_max| PlanTarget { shared_bytes_max, ..HOPPER };
-        let of = |heads, kv: &KvShape, bytes| LatentBlock::of((heads, DType::Bf16, kv), &[], &target(bytes));
+        let of = |heads, kv: &KvShape, bytes| LatentBlock::of(heads, DType::Bf16, kv, &[], &target(bytes));
         let large = of(128, &kv, 232_448).unwrap();
         assert_eq!((large.heads(), 2 * (large.shared_bytes + 1024)), (32, 228 << 10));
         assert_eq!(of(16, &kv, 232_448).map(LatentBlock::heads), Some(16));

@@ -160,7 +160,8 @@ fn arguments(sig: &OpSig, operands: &[DeviceRange]) -> Vec<KernelArg> {
 fn launch(
     program: KernelProgram,
     kernel: &'static str,
-    (grid, threads): ([u64; 3], u32),
+    grid: [u64; 3],
+    threads: u32,
     args: Vec<KernelArg>,
 ) -> Result<PlanStep> {
     let fits = grid[0] <= i32::MAX as u64 && grid[1] <= GRID_MAX && grid[2] <= GRID_MAX;
@@ -172,9 +173,14 @@ fn launch(
     Ok(PlanStep::Launch(KernelLaunch { program, kernel, grid, threads, shared_bytes: 0, args }))
 }
 
-/// Returns a grid of one thread for each of `count`.
-fn each(count: u64) -> ([u64; 3], u32) {
-    ([count.div_ceil(THREADS.into()), 1, 1], THREADS)
+/// Launches one thread for each of `count`.
+fn launch_each(
+    program: KernelProgram,
+    kernel: &'static str,
+    count: u64,
+    args: Vec<KernelArg>,
+) -> Result<PlanStep> {
+    launch(program, kernel, [count.div_ceil(THREADS.into()), 1, 1], THREADS, args)
 }
 
 /// Plans `sig` on `operands` as steps in order; empty if there is nothing to do.
@@ -295,7 +301,7 @@ fn rope_kv(queries: &PlannedOp, keys: &PlannedOp, write: &PlannedOp) -> Result<O
     args.push(KernelArg::U64(count));
     let macros: [(&'static str, &dyn Macro); 4] =
         [("X", &x), ("KV", &kv.dtype), ("VEC", &vec), ("GROUP", &THREADS)];
-    launch(KernelProgram::new(KernelSource::RopeKv, &macros), "rope_kv", each(count), args).map(Some)
+    launch_each(KernelProgram::new(KernelSource::RopeKv, &macros), "rope_kv", count, args).map(Some)
 }
 
 /// Plans the operations that map to one portable kernel.
@@ -306,50 +312,50 @@ fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
             let vec = vector(elements, operands);
             args.push(KernelArg::U64(elements / vec));
             let program = elements_program(x, x, vec);
-            launch(program, sig.name(), each(elements / vec), args)
+            launch_each(program, sig.name(), elements / vec, args)
         }
         OpSig::ClampedSwiglu { elements, alpha, limit, x } => {
             let vec = vector(elements, operands);
             args.extend([KernelArg::F32(alpha.0), KernelArg::F32(limit.0), KernelArg::U64(elements / vec)]);
-            launch(elements_program(x, x, vec), "clamped_swiglu", each(elements / vec), args)
+            launch_each(elements_program(x, x, vec), "clamped_swiglu", elements / vec, args)
         }
         OpSig::Combine { tokens, active, cols, x, accumulate } => {
             let vec = vector(cols.into(), &[operands[0], operands[2]]);
             let count = u64::from(tokens) * u64::from(cols) / vec;
             args.extend([active, cols, accumulate.into()].map(KernelArg::U32));
             args.push(KernelArg::U64(count));
-            launch(elements_program(x, x, vec), "combine", each(count), args)
+            launch_each(elements_program(x, x, vec), "combine", count, args)
         }
         OpSig::Rope { tokens, heads, head_dim, part: Some(part), x } => {
             let RotaryPart { first, length, interleaved } = part;
             let count = u64::from(tokens) * u64::from(heads) * u64::from(length / 2);
             args.extend([heads, head_dim, first, length / 2, interleaved.into()].map(KernelArg::U32));
             args.push(KernelArg::U64(count));
-            launch(elements_program(x, x, 1), "rope_part", each(count), args)
+            launch_each(elements_program(x, x, 1), "rope_part", count, args)
         }
         OpSig::CopyColumns { rows, cols, from, to, x } => {
             let count = u64::from(rows) * u64::from(cols);
             args.extend([cols, from.row, from.first, to.row, to.first].map(KernelArg::U32));
             args.push(KernelArg::U64(count));
-            launch(elements_program(x, x, 1), "copy_columns", each(count), args)
+            launch_each(elements_program(x, x, 1), "copy_columns", count, args)
         }
         OpSig::Rope { tokens, heads, head_dim, part: None, x } => {
             let half = u64::from(head_dim / 2);
             let vec = vector(half, operands);
             let count = u64::from(tokens) * u64::from(heads) * half / vec;
             args.extend([KernelArg::U32(heads), KernelArg::U32(head_dim / 2), KernelArg::U64(count)]);
-            launch(elements_program(x, x, vec), "rope", each(count), args)
+            launch_each(elements_program(x, x, vec), "rope", count, args)
         }
         OpSig::Embed { tokens, vocab, hidden, table, out } => {
             let vec = vector(hidden.into(), &operands[1..]);
             let count = u64::from(tokens) * u64::from(hidden) / vec;
             args.extend([KernelArg::U32(vocab), KernelArg::U32(hidden), KernelArg::U64(count)]);
-            launch(elements_program(out, table, vec), "embed", each(count), args)
+            launch_each(elements_program(out, table, vec), "embed", count, args)
         }
         OpSig::RmsNorm { rows, cols, eps, x, weight, out } => {
             args.extend([KernelArg::U32(rows), KernelArg::U32(cols), KernelArg::F32(eps.0)]);
             let vec = vector(cols.into(), operands);
-            rows_launch("rms_norm", (x, weight, out), (rows, cols), vec, 512, args)
+            rms_norm(x, weight, out, rows, cols, vec, args)
         }
         OpSig::Sample { .. } => sample(sig, operands, args),
         OpSig::KvWrite { tokens, x: other, kv: shape }
@@ -374,7 +380,7 @@ fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
             let rows = shape.pools();
             let macros: [(&'static str, &dyn Macro); 5] =
                 [("X", &other), ("KV", &kv), ("VEC", &vec), ("GROUP", &THREADS), ("KV_ROWS", &rows)];
-            launch(KernelProgram::new(source, &macros), sig.name(), each(count), args)
+            launch_each(KernelProgram::new(source, &macros), sig.name(), count, args)
         }
         OpSig::AttnMerge { parts, rows, head_dim, sinks, out } => {
             if sinks == 0 {
@@ -386,7 +392,7 @@ fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
             args.push(KernelArg::U64(count));
             let program =
                 KernelProgram::new(KernelSource::Merge, &[("OUT", &out), ("VEC", &vec), ("GROUP", &THREADS)]);
-            launch(program, "attn_merge", each(count), args)
+            launch_each(program, "attn_merge", count, args)
         }
         _ => Err(Error::unsupported(format!("cuda: {} is not one kernel", sig.name()))),
     }
@@ -399,19 +405,20 @@ fn elements_program(x: DType, table: DType, vec: u64) -> KernelProgram {
     )
 }
 
-/// Returns a launch of one block per row, as large as the row can use.
-fn rows_launch(
-    kernel: &'static str,
-    (x, weight, out): (DType, DType, DType),
-    (rows, cols): (u32, u32),
+/// Launches one block of `rms_norm` per row, as large as the row can use.
+fn rms_norm(
+    x: DType,
+    weight: DType,
+    out: DType,
+    rows: u32,
+    cols: u32,
     vec: u64,
-    threads_max: u64,
     args: Vec<KernelArg>,
 ) -> Result<PlanStep> {
-    let threads = to_u32(u64::from(cols).div_ceil(vec).next_power_of_two().clamp(32, threads_max));
+    let threads = to_u32(u64::from(cols).div_ceil(vec).next_power_of_two().clamp(32, 512));
     let macros: [(&'static str, &dyn Macro); 5] =
         [("X", &x), ("WEIGHT", &weight), ("OUT", &out), ("VEC", &vec), ("GROUP", &threads)];
-    launch(KernelProgram::new(KernelSource::Rows, &macros), kernel, ([rows.into(), 1, 1], threads), args)
+    launch(KernelProgram::new(KernelSource::Rows, &macros), "rms_norm", [rows.into(), 1, 1], threads, args)
 }
 
 /// Plans a draw with one block per row, as large as the row can use.
@@ -430,7 +437,7 @@ fn sample(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
     let vec = vector(cols.into(), &operands[..1]);
     let threads = to_u32(u64::from(cols).div_ceil(vec).next_power_of_two().clamp(32, 1024));
     let program = KernelProgram::new(KernelSource::Sample, &[("VEC", &vec), ("GROUP", &threads)]);
-    launch(program, "sample", ([rows.into(), 1, 1], threads), args)
+    launch(program, "sample", [rows.into(), 1, 1], threads, args)
 }
 
 /// Says why `sig` is slow on these operands, if it is: it runs on a kernel that does not use what the part is

@@ -1,6 +1,6 @@
 //! Products and lookups with quantised weights: one kernel for all formats, in f32 and without tensor cores.
 
-use super::{KernelArg, PlanStep, THREADS, each, launch};
+use super::{KernelArg, PlanStep, THREADS, launch, launch_each};
 use crate::kernels::{KernelProgram, KernelSource, Macro};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{CodeKind, DType, Error, OpSig, Quantised, Result, ZeroKind};
@@ -24,15 +24,15 @@ pub(super) fn plan(sig: &OpSig, mut args: Vec<KernelArg>) -> Result<PlanStep> {
             args.extend([m, n, k, u32::from(bias), u32::from(accumulate)].map(KernelArg::U32));
             args.extend([weight.group_rows, weight.group_columns].map(KernelArg::U32));
             let grid = [n.into(), m.div_ceil(GEMV_ROWS).into(), 1];
-            let program = program(&weight, (x, out), GEMV_THREADS);
-            launch(program, "quantised_gemm", (grid, GEMV_THREADS), args)
+            let program = program(&weight, x, out, GEMV_THREADS);
+            launch(program, "quantised_gemm", grid, GEMV_THREADS, args)
         }
         OpSig::QuantisedEmbed { tokens, vocab, hidden, table, out } => {
             all_parts(&table, hidden, &mut args);
             let count = u64::from(tokens) * u64::from(hidden);
             args.extend([KernelArg::U32(vocab), KernelArg::U32(hidden), KernelArg::U64(count)]);
             args.extend([table.group_rows, table.group_columns].map(KernelArg::U32));
-            launch(program(&table, (DType::F32, out), THREADS), "quantised_embed", each(count), args)
+            launch_each(program(&table, DType::F32, out, THREADS), "quantised_embed", count, args)
         }
         _ => Err(Error::unsupported(format!("cuda: {} has no quantised weights", sig.name()))),
     }
@@ -84,7 +84,7 @@ impl CodeMacros {
     }
 }
 
-fn program(quantised: &Quantised, (x, out): (DType, DType), threads: u32) -> KernelProgram {
+fn program(quantised: &Quantised, x: DType, out: DType, threads: u32) -> KernelProgram {
     let format = CodeMacros::of(quantised);
     let others: [(&'static str, &dyn Macro); 4] =
         [("X", &x), ("OUT", &out), ("WEIGHT", &DType::F32), ("GROUP", &threads)];

@@ -164,8 +164,8 @@ pub(super) fn decode(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let acc = store.edit(&rest[0], WriteEffect::Rows(row_bytes as u64, DType::F32))?;
     for (at, row) in acc.chunks_exact_mut(row_bytes.max(1)).enumerate() {
         let sequence = at / heads as usize;
-        let part = sums[sequence].map(|sum| (queries[sequence], sum)).unwrap_or_default();
-        put_part(row, head_dim, part);
+        let (query, sum) = sums[sequence].map(|sum| (queries[sequence], sum)).unwrap_or_default();
+        put_part(row, head_dim, query, sum);
     }
     let stat = store.edit(&rest[1], WriteEffect::Any)?;
     for (at, row) in stat.as_chunks_mut::<8>().0.iter_mut().enumerate() {
@@ -179,7 +179,7 @@ pub(super) fn decode(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
 }
 
 /// Writes sum and query of one part to the first elements of a head.
-fn put_part(row: &mut [u8], head_dim: u32, (query, sum): (u64, u64)) {
+fn put_part(row: &mut [u8], head_dim: u32, query: u64, sum: u64) {
     let count = pieces(head_dim);
     let both = [sum, query].into_iter().flat_map(|word| {
         (0..count).map(move |piece| low_u32(word >> (piece * PIECE_BITS)) & ((1 << PIECE_BITS) - 1))

@@ -1,7 +1,7 @@
 //! Plans attention: the shape of a workgroup's work, and the recombination of parts.
 
 use super::kv::{KvPageRange, both};
-use super::{Merged, Planner, TensorView};
+use super::{MergeShape, Merged, Planner, TensorView};
 use crate::kernels::{Kernel, ShaderFile};
 use mixfleet_hal::cast::{to_f32, to_u32};
 use mixfleet_hal::{DType, KvShape, OpSig, Result};
@@ -95,7 +95,7 @@ impl WgpuHeads {
         (side >= TILE_ROWS_MIN).then_some((side, side))
     }
 
-    fn kernel(&self, prefill: bool, (rows, keys): (u32, u32), x: DType, pool: &TensorView) -> Kernel {
+    fn kernel(&self, prefill: bool, rows: u32, keys: u32, x: DType, pool: &TensorView) -> Kernel {
         let is_aligned = self.head_dim.is_multiple_of(8) && pool.window.offset.is_multiple_of(16);
         let wide = is_aligned && !pool.dtype.is_scaled();
         Kernel::new(ShaderFile::Attention, "attention", GROUP)
@@ -149,7 +149,8 @@ impl Planner {
                     &heads,
                     [q, query_start, context, pages],
                     both(sig, pools)?,
-                    (sinks.first(), out),
+                    sinks.first(),
+                    out,
                 )
             }
             (OpSig::AttnDecode { heads, pages_max, kv, .. }, [q, range, pages, pools @ .., acc, stat]) => {
@@ -166,7 +167,8 @@ impl Planner {
         heads: &WgpuHeads,
         [q, query_start, context, pages]: [&TensorView; 4],
         pools: [&TensorView; 2],
-        (sinks, out): (Option<&TensorView>, &TensorView),
+        sinks: Option<&TensorView>,
+        out: &TensorView,
     ) -> Result<()> {
         let OpSig::AttnPrefill { tokens, sequences, .. } = *sig else { return Ok(()) };
         let (parts, _) = self.parts(sig, pools, heads.page)?;
@@ -196,14 +198,15 @@ impl Planner {
             // a normalising kernel never writes its second output, which must be bound anyway
             let target = partial.as_ref().map_or([&out, &out], |[acc, stat]| [acc, stat]);
             for (number, part) in parts.iter().enumerate() {
-                let kernel = heads.kernel(true, (rows, keys), q.dtype, &part.pools[0]);
+                let kernel = heads.kernel(true, rows, keys, q.dtype, &part.pools[0]);
                 let kernel = kernel.flag("NORMALISED", whole).dtype("OUT", target[0].dtype);
                 self.attend(heads, &kernel, &queries, part, to_u32(number), target);
             }
             if let Some([acc, stat]) = &partial {
-                let shape = (to_u32(parts.len()), to_u32(lines), heads.value_dim);
+                let (parts, rows) = (to_u32(parts.len()), to_u32(lines));
+                let merged = MergeShape { parts, rows, dim: heads.value_dim };
                 let how = sinks.map_or(Merged::Normalised, |sinks| Merged::Joined(sinks, heads.heads));
-                self.merge(sig, shape, [acc, stat], &out, how)?;
+                self.merge(sig, merged, [acc, stat], &out, how)?;
             }
         }
         Ok(())
@@ -250,13 +253,14 @@ impl Planner {
             });
             let target = partial.as_ref().map_or([&acc, &stat], |[acc, stat]| [acc, stat]);
             for (number, part) in parts.iter().enumerate() {
-                let kernel = heads.kernel(false, (rows, DECODE_KEYS), q.dtype, &part.pools[0]);
+                let kernel = heads.kernel(false, rows, DECODE_KEYS, q.dtype, &part.pools[0]);
                 let kernel = kernel.flag("NORMALISED", false).dtype("OUT", DType::F32);
                 self.attend(heads, &kernel, &queries, part, to_u32(number), target);
             }
             if let Some([acc_parts, stat_parts]) = &partial {
-                let shape = (to_u32(partials), to_u32(lines), heads.value_dim);
-                self.merge(sig, shape, [acc_parts, stat_parts], &acc, Merged::Part(&stat))?;
+                let (parts, rows) = (to_u32(partials), to_u32(lines));
+                let merged = MergeShape { parts, rows, dim: heads.value_dim };
+                self.merge(sig, merged, [acc_parts, stat_parts], &acc, Merged::Part(&stat))?;
             }
         }
         Ok(())

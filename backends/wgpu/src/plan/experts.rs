@@ -127,7 +127,7 @@ impl Planner {
             let x = x.part(first * active64 * cols64, count * active64 * cols64);
             let weights = weights.part(first * active64, count * active64);
             let out = out.part(first * cols64, count * cols64);
-            let shape = element_shape(count * cols64, cols, active, (0, 0), accumulate.into());
+            let shape = element_shape(count * cols64, cols, active, [0, 0], accumulate.into());
             let groups = (count * cols64).div_ceil(GROUP.into());
             self.dispatch(&kernel, &[&x, &weights], &[&out], &shape, groups);
         }
@@ -142,7 +142,7 @@ impl Planner {
             Kernel::new(ShaderFile::Elements, "clamped_swiglu", GROUP).dtype("D0", x).dtype("OUT", x);
         for (first, count) in self.runs(sig, out.elements(), 2 * x.size_bytes())? {
             let (gate_up, out) = (gate_up.part(2 * first, 2 * count), out.part(first, count));
-            let shape = element_shape(count, 1, 1, (alpha.0.to_bits(), limit.0.to_bits()), 0);
+            let shape = element_shape(count, 1, 1, [alpha.0.to_bits(), limit.0.to_bits()], 0);
             self.dispatch(&kernel, &[&gate_up], &[&out], &shape, words(count, x).div_ceil(GROUP.into()));
         }
         Ok(())

@@ -10,6 +10,21 @@ const FEW_ROWS_MAX: u64 = 16;
 /// Columns per workgroup in `few_rows`, and its threads.
 const COLS: u32 = 4;
 const FEW_GROUP: u32 = 64;
+/// A product of `rows` rows of `x` with `cols` rows of the weights, of which `weight` holds no others: the
+/// columns of `out` [rows, n] from `col` on. `bias` is that of all columns.
+pub(super) struct ColumnProduct<'a> {
+    pub(super) x: &'a TensorView,
+    pub(super) weight: &'a TensorView,
+    pub(super) bias: Option<&'a TensorView>,
+    pub(super) out: &'a TensorView,
+    pub(super) rows: u64,
+    pub(super) col: u64,
+    pub(super) cols: u64,
+    pub(super) n: u32,
+    pub(super) k: u32,
+    pub(super) accumulate: bool,
+}
+
 impl Planner {
     pub(super) fn gemm(&mut self, sig: &OpSig, operands: &[TensorView]) -> Result<()> {
         let OpSig::Gemm { m, n, k, accumulate, .. } = *sig else { return Ok(()) };
@@ -28,10 +43,11 @@ impl Planner {
             let x = x.part(row * k64, rows * k64);
             let out = out.part(row * n64, rows * n64);
             let target = if wide { self.scratch(rows * n64) } else { out.clone() };
-            let adds = accumulate && !wide;
             for &(col, cols) in &columns {
                 let weight = weight.part(col * k64, cols * k64);
-                self.columns((&x, &weight, bias, &target), (rows, col, cols), (n, k), adds);
+                let accumulate = accumulate && !wide;
+                let (x, weight, out) = (&x, &weight, &target);
+                self.columns(&ColumnProduct { x, weight, bias, out, rows, col, cols, n, k, accumulate });
             }
             if wide {
                 self.narrow(&target, &out, accumulate);
@@ -40,18 +56,12 @@ impl Planner {
         Ok(())
     }
 
-    /// Adds the product of `rows` rows of `x` with `cols` rows of the weights, of which `weight` holds no
-    /// others, to the columns of `out` [rows, n] from `col` on. `bias` is that of all columns.
-    pub(super) fn columns(
-        &mut self,
-        (x, weight, bias, out): (&TensorView, &TensorView, Option<&TensorView>, &TensorView),
-        (rows, col, cols): (u64, u64, u64),
-        (n, k): (u32, u32),
-        accumulate: bool,
-    ) {
+    /// Plans the product.
+    pub(super) fn columns(&mut self, product: &ColumnProduct<'_>) {
+        let ColumnProduct { x, weight, bias, out, rows, col, cols, n, k, accumulate } = *product;
         // a kernel without a bias never reads what is bound in its place
         let bias_part = bias.map_or_else(|| x.clone(), |bias| bias.part(col, cols));
-        let (kernel, groups) = self.product(x, weight, out, (rows, cols, k));
+        let (kernel, groups) = self.product(x, weight, out, rows, cols, k);
         let flags = [u32::from(bias.is_some()), u32::from(accumulate)];
         let shape = [to_u32(rows), to_u32(cols), k, n, to_u32(col), flags[0], flags[1]];
         self.dispatch(&kernel, &[x, weight, &bias_part], &[out], &shape, groups);
@@ -63,7 +73,9 @@ impl Planner {
         x: &TensorView,
         weight: &TensorView,
         out: &TensorView,
-        (rows, cols, k): (u64, u64, u32),
+        rows: u64,
+        cols: u64,
+        k: u32,
     ) -> (Kernel, u64) {
         // rows of eight elements begin at multiples of 16 bytes if the operand does
         let aligned = |operand: &TensorView| operand.window.offset.is_multiple_of(16);

@@ -1,6 +1,7 @@
 //! Products and lookups with quantised weights. Some columns of the weights at a time become f32 in scratch
 //! memory, with which the product runs as with any others.
 
+use super::gemm::ColumnProduct;
 use super::{GROUP, NAN, Planner, TensorView, words};
 use crate::kernels::{Kernel, ShaderFile};
 use mixfleet_hal::cast::to_u32;
@@ -104,13 +105,14 @@ impl Planner {
             let x = x.part(row * k64, rows * k64);
             let out = out.part(row * n64, rows * n64);
             let target = if wide { self.scratch(rows * n64) } else { out.clone() };
-            let adds = accumulate && !wide;
             let decoded = self.scratch(tile.min(n64) * k64);
             for col in (0..n64).step_by(usize::try_from(tile).unwrap_or(usize::MAX)) {
                 let cols = tile.min(n64 - col);
                 let made = decoded.part(0, cols * k64);
-                self.dequantise(&weight, k, &arrays, (col, cols), &made);
-                self.columns((&x, &made, bias, &target), (rows, col, cols), (n, k), adds);
+                self.dequantise(&weight, k, &arrays, col, cols, &made);
+                let accumulate = accumulate && !wide;
+                let (x, weight, out) = (&x, &made, &target);
+                self.columns(&ColumnProduct { x, weight, bias, out, rows, col, cols, n, k, accumulate });
             }
             if wide {
                 self.narrow(&target, &out, accumulate);
@@ -125,7 +127,8 @@ impl Planner {
         quantised: &Quantised,
         k: u32,
         arrays: &Arrays,
-        (first, count): (u64, u64),
+        first: u64,
+        count: u64,
         to: &TensorView,
     ) {
         let parts = arrays.rows(quantised, k, first, count);

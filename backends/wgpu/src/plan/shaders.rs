@@ -74,7 +74,8 @@ fn parsed(kernel: &Kernel, subgroups: bool) -> Result<(Module, ModuleInfo), Stri
 
 /// The kernel in MSL of a version, with the options that wgpu gives for it.
 fn in_msl(
-    (module, info): &(Module, ModuleInfo),
+    module: &Module,
+    info: &ModuleInfo,
     kernel: &Kernel,
     numbers: &[u32],
     lang_version: (u8, u8),
@@ -117,7 +118,8 @@ fn in_msl(
 
 /// The kernel in HLSL for a shader model, with the options that wgpu gives for it.
 fn in_hlsl(
-    (module, info): &(Module, ModuleInfo),
+    module: &Module,
+    info: &ModuleInfo,
     kernel: &Kernel,
     numbers: &[u32],
     shader_model: hlsl::ShaderModel,
@@ -147,11 +149,7 @@ fn in_hlsl(
 }
 
 /// The kernel in SPIR-V as Vulkan 1.3 takes it.
-fn in_spirv(
-    (module, info): &(Module, ModuleInfo),
-    kernel: &Kernel,
-    numbers: &[u32],
-) -> Result<String, String> {
+fn in_spirv(module: &Module, info: &ModuleInfo, kernel: &Kernel, numbers: &[u32]) -> Result<String, String> {
     let binding = |&binding: &u32| {
         let at = spv::BindingInfo { descriptor_set: 0, binding, binding_array_size: None };
         (ResourceBinding { group: 0, binding }, at)
@@ -184,8 +182,8 @@ fn every_kernel_can_be_written_for_metal_and_for_dx12() {
             if kernel.matrices.is_some() && !subgroups {
                 continue;
             }
-            let parsed = match parsed(kernel, subgroups) {
-                Ok(parsed) => parsed,
+            let (module, info) = match parsed(kernel, subgroups) {
+                Ok(valid) => valid,
                 Err(error) => {
                     refused.push(format!("{name}, subgroups: {subgroups}: WGSL: {error}"));
                     continue;
@@ -199,9 +197,9 @@ fn every_kernel_can_be_written_for_metal_and_for_dx12() {
             };
             // matrices come with MSL 2.3
             let oldest = if kernel.matrices.is_some() { (2, 3) } else { (2, 1) };
-            let msl = [oldest, (3, 0)].map(|version| in_msl(&parsed, kernel, numbers, version));
-            let hlsl = models.into_iter().map(|model| in_hlsl(&parsed, kernel, numbers, model));
-            let spirv = kernel.matrices.map(|_| in_spirv(&parsed, kernel, numbers));
+            let msl = [oldest, (3, 0)].map(|version| in_msl(&module, &info, kernel, numbers, version));
+            let hlsl = models.into_iter().map(|model| in_hlsl(&module, &info, kernel, numbers, model));
+            let spirv = kernel.matrices.map(|_| in_spirv(&module, &info, kernel, numbers));
             for written in msl.into_iter().chain(hlsl).chain(spirv) {
                 match written {
                     Ok(_) => texts += 1,

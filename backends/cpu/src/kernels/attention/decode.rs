@@ -9,6 +9,7 @@ use crate::kernels::kv::PagedKv;
 use crate::kernels::simd::{Simd, SimdTask};
 use crate::kernels::{KernelWorker, OperandSpan, round_up};
 use mixfleet_hal::{DType, Error, Result};
+use std::ops::Range;
 
 /// Tokens per chunk: 128 KiB of keys and values for a bf16 head of 64, over 5 us of work.
 const CHUNK: usize = 512;
@@ -56,7 +57,7 @@ impl Decode {
     }
 
     /// Returns the range of a sequence after checking it.
-    fn range(&self, sequence: usize) -> Result<(usize, usize)> {
+    fn range(&self, sequence: usize) -> Result<Range<usize>> {
         // SAFETY: range holds two elements per sequence.
         let (first, end) = unsafe { (self.range.u32(2 * sequence), self.range.u32(2 * sequence + 1)) };
         let (first, end) = (first as usize, end as usize);
@@ -67,7 +68,7 @@ impl Decode {
             );
             return Err(Error::invalid(message));
         }
-        Ok((first, end.max(first)))
+        Ok(first..end.max(first))
     }
 
     /// Returns the destination of one unit's final result.
@@ -102,9 +103,9 @@ impl Decode {
             let (sequence, kv_head) = (unit / self.pools.kv_heads, unit % self.pools.kv_heads);
             let range = self.range(sequence)?;
             let target = self.target(sequence, kv_head);
-            for chunk in 0..chunks(range) {
+            for chunk in 0..chunks(&range) {
                 let to = if chunk == 0 { target } else { spare };
-                self.chunk(worker, at, (sequence, kv_head), cut(range, chunk), to)?;
+                self.chunk(worker, at, sequence, kv_head, cut(&range, chunk), to)?;
                 if chunk > 0 {
                     self.add(worker, target, spare);
                 }
@@ -124,9 +125,9 @@ impl Decode {
             }
             let (sequence, kv_head) = (unit / self.pools.kv_heads, unit % self.pools.kv_heads);
             let range = self.range(sequence)?;
-            if chunk < chunks(range) {
+            if chunk < chunks(&range) {
                 let to = self.parked(shared, unit, chunk);
-                self.chunk(worker, at, (sequence, kv_head), cut(range, chunk), to)?;
+                self.chunk(worker, at, sequence, kv_head, cut(&range, chunk), to)?;
             }
         }
     }
@@ -138,7 +139,7 @@ impl Decode {
         for unit in worker.share(self.units()) {
             let (sequence, kv_head) = (unit / self.pools.kv_heads, unit % self.pools.kv_heads);
             let target = self.target(sequence, kv_head);
-            for chunk in 0..chunks(self.range(sequence)?) {
+            for chunk in 0..chunks(&self.range(sequence)?) {
                 let from = self.parked(shared, unit, chunk);
                 if chunk > 0 {
                     self.add(worker, target, from);
@@ -163,8 +164,9 @@ impl Decode {
         &self,
         worker: &KernelWorker<'_>,
         at: *mut f32,
-        (sequence, kv_head): (usize, usize),
-        range: (usize, usize),
+        sequence: usize,
+        kv_head: usize,
+        range: Range<usize>,
         to: HeadOutputs,
     ) -> Result<()> {
         let (group, dim) = (self.heads / self.pools.kv_heads, self.pools.value_dim);
@@ -174,7 +176,7 @@ impl Decode {
             OperandSpan { start: self.pages.start.wrapping_add(sequence * row_bytes), bytes: row_bytes };
         for first in (0..group).step_by(rows_max) {
             let rows = (group - first).min(rows_max);
-            let ranges = [range; ROWS_MAX];
+            let ranges = [(range.start, range.end); ROWS_MAX];
             let mut queries = [std::ptr::null(); ROWS_MAX];
             for (i, query) in queries[..rows].iter_mut().enumerate() {
                 let head = sequence * self.heads + kv_head * group + first + i;
@@ -218,14 +220,14 @@ impl Decode {
 }
 
 /// Returns the number of chunks in a range; an empty range has one empty chunk.
-fn chunks((first, end): (usize, usize)) -> usize {
-    (end - first).div_ceil(CHUNK).max(1)
+fn chunks(range: &Range<usize>) -> usize {
+    range.len().div_ceil(CHUNK).max(1)
 }
 
 /// Returns the tokens of chunk `chunk` of a range.
-fn cut((first, end): (usize, usize), chunk: usize) -> (usize, usize) {
-    let from = first + chunk * CHUNK;
-    (from, end.min(from + CHUNK))
+fn cut(range: &Range<usize>, chunk: usize) -> Range<usize> {
+    let from = range.start + chunk * CHUNK;
+    from..range.end.min(from + CHUNK)
 }
 
 /// `to += from` for partial results of the same heads.

@@ -193,7 +193,7 @@ unsafe fn run<S: Simd, K: Panel<S>, V: Panel<S>, const M: usize>(
                 && count < segments.len()
                 && (direct || count == 0)
             {
-                let segment = segment::<S>(task, token, step, (low, high), direct, &mut spare)?;
+                let segment = segment::<S>(task, token, step, &(low..high), direct, &mut spare)?;
                 if task.prefetch && direct {
                     prefetch::<S>(task, token + segment.tokens, high);
                 }

@@ -5,6 +5,7 @@ use crate::kernels::kv::PagedKv;
 use crate::kernels::round_up;
 use crate::kernels::simd::Simd;
 use mixfleet_hal::{DType, Error, Result, scaled};
+use std::ops::Range;
 
 /// Some keys of one page, as panels.
 #[derive(Clone, Copy)]
@@ -18,13 +19,29 @@ pub(super) struct PageSegment {
     pub(super) tokens: usize,
 }
 
-/// Returns the keys of one page from `token` on. Values outside `low..high` become zeros in a copy.
+/// The keys and values of one page, from a token on.
+#[derive(Clone, Copy)]
+struct PageBlock {
+    k: *const u8,
+    v: *const u8,
+    /// The token's place in the page.
+    offset: usize,
+}
+
+/// A matrix of f32 in scratch.
+#[derive(Clone, Copy)]
+struct WidePanel {
+    start: *mut f32,
+    stride: usize,
+}
+
+/// Returns the keys of one page from `token` on. Values outside `visible` become zeros in a copy.
 #[inline(always)]
 pub(super) unsafe fn segment<S: Simd>(
     task: &Tile<'_>,
     token: usize,
     step: usize,
-    (low, high): (usize, usize),
+    visible: &Range<usize>,
     direct: bool,
     spare: &mut *mut f32,
 ) -> Result<PageSegment> {
@@ -48,7 +65,7 @@ pub(super) unsafe fn segment<S: Simd>(
     }
     let block = (page * pools.kv_heads + task.kv_head) * pools.block_bytes();
     let (k, v) = (pools.k.start.wrapping_add(block), pools.v.start.wrapping_add(block));
-    let used = low.max(token) - token..high.min(token + tokens) - token;
+    let used = visible.start.max(token) - token..visible.end.min(token + tokens) - token;
     // SAFETY: the page is inside the pool; spare has room for the copies that a block can need.
     unsafe {
         if !direct {
@@ -91,7 +108,7 @@ unsafe fn trimmed(
     pools: &PagedKv,
     v: *const u8,
     tokens: usize,
-    used: std::ops::Range<usize>,
+    used: Range<usize>,
     spare: *mut f32,
 ) -> *const u8 {
     let per_word = if pools.v_paired() { 2 } else { 1 };
@@ -119,7 +136,7 @@ unsafe fn widened<S: Simd>(
     v: *const u8,
     offset: usize,
     tokens: usize,
-    used: std::ops::Range<usize>,
+    used: Range<usize>,
     spare: *mut f32,
 ) -> PageSegment {
     let (columns, dims) = (round_up(tokens, S::LANES), round_up(pools.value_dim, S::LANES));
@@ -129,11 +146,12 @@ unsafe fn widened<S: Simd>(
         std::ptr::write_bytes(spare, 0, pools.head_dim * columns);
         std::ptr::write_bytes(values, 0, tokens * dims);
         if pools.dtype.is_scaled() {
+            let block = PageBlock { k, v, offset };
+            let keys = WidePanel { start: spare, stride: columns };
+            let values = WidePanel { start: values, stride: dims };
             match pools.dtype {
-                DType::I8 => {
-                    decoded(pools, DType::I8, (k, v), (offset, used), (spare, columns), (values, dims))
-                }
-                other => decoded(pools, other, (k, v), (offset, used), (spare, columns), (values, dims)),
+                DType::I8 => decoded(pools, DType::I8, block, used, keys, values),
+                other => decoded(pools, other, block, used, keys, values),
             }
         } else {
             for t in used {
@@ -152,16 +170,17 @@ unsafe fn widened<S: Simd>(
     PageSegment { k: spare.cast(), k_stride: columns * 4, v: values.cast(), v_stride: dims * 4, tokens }
 }
 
-/// Codes of some tokens of a block times their scales, into rows of keys and of values of these widths.
+/// Writes the codes of some tokens of a block times their scales into rows of keys and of values.
 #[inline(always)]
 unsafe fn decoded(
     pools: &PagedKv,
     dtype: DType,
-    (k, v): (*const u8, *const u8),
-    (offset, used): (usize, std::ops::Range<usize>),
-    (keys, columns): (*mut f32, usize),
-    (values, dims): (*mut f32, usize),
+    block: PageBlock,
+    used: Range<usize>,
+    keys: WidePanel,
+    values: WidePanel,
 ) {
+    let PageBlock { k, v, offset } = block;
     let scale = |block: *const u8, t: usize| {
         // SAFETY: the caller's tokens are inside the block.
         unsafe { block.add(pools.scale_at(offset + t)).cast::<f32>().read_unaligned() }
@@ -175,14 +194,14 @@ unsafe fn decoded(
     unsafe {
         for d in 0..pools.head_dim {
             let codes = std::slice::from_raw_parts(k.add(pools.k_index(offset + used.start, d)), count);
-            let to = std::slice::from_raw_parts_mut(keys.add(d * columns + used.start), count);
+            let to = std::slice::from_raw_parts_mut(keys.start.add(d * keys.stride + used.start), count);
             for ((to, &code), scale) in to.iter_mut().zip(codes).zip(&scales) {
                 *to = scaled::number(dtype, code) * scale;
             }
         }
         for t in used {
             let codes = std::slice::from_raw_parts(v.add(pools.v_index(offset + t, 0)), pools.head_dim);
-            let to = std::slice::from_raw_parts_mut(values.add(t * dims), pools.head_dim);
+            let to = std::slice::from_raw_parts_mut(values.start.add(t * values.stride), pools.head_dim);
             let scale = scale(v, t);
             for (to, &code) in to.iter_mut().zip(codes) {
                 *to = scaled::number(dtype, code) * scale;

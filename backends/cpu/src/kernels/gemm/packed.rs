@@ -155,7 +155,7 @@ unsafe fn stage_quantised<S: Simd>(
     // SAFETY: as for `stage`.
     unsafe {
         std::ptr::write_bytes(to.add(elements), 0, CHUNK - elements);
-        weights.widen::<S>(first + row, (element, elements), to);
+        weights.widen::<S>(first + row, element, elements, to);
     }
 }
 

@@ -168,7 +168,7 @@ unsafe fn row_by_row<S: Simd>(task: &QuantisedFewRows) {
         }
         std::ptr::write_bytes(parts.row.add(k), 0, padded - k);
         for n in task.columns.clone() {
-            task.weights.widen::<S>(n, (0, k), parts.row);
+            task.weights.widen::<S>(n, 0, k, parts.row);
             for i in 0..m {
                 let x = parts.x.add(i * parts.layout.x_row);
                 let (mut acc, mut c) = (S::splat(0.0), 0);
@@ -215,15 +215,15 @@ unsafe fn stream<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, group_log2: 
                 let lines = WeightStreams { first: block + j, step: 1, end };
                 (0..STREAMS).for_each(|r| parts.read_scales::<S>(task, lines.row(r), r));
                 for i in (0..m).step_by(X_ROWS) {
-                    let sums = (parts.sums.add(i * BLOCK + j), 1);
+                    let sums = parts.sums.add(i * BLOCK + j);
                     match at_once {
                         4 if S::DOT_I8 => {
-                            products::<S, C, X_ROWS, 4>(task, &parts, lines, group_log2, i, sums);
+                            products::<S, C, X_ROWS, 4>(task, &parts, lines, group_log2, i, sums, 1);
                         }
                         2 if S::DOT_I16 => {
-                            products::<S, C, X_ROWS, 2>(task, &parts, lines, group_log2, i, sums);
+                            products::<S, C, X_ROWS, 2>(task, &parts, lines, group_log2, i, sums, 1);
                         }
-                        _ => products::<S, C, X_ROWS, 1>(task, &parts, lines, group_log2, i, sums),
+                        _ => products::<S, C, X_ROWS, 1>(task, &parts, lines, group_log2, i, sums, 1),
                     }
                 }
             }
@@ -268,8 +268,8 @@ unsafe fn single<S: Simd, C: CodeWords<S>, const AT_ONCE: usize>(
             for j in 0..count {
                 let lines = WeightStreams { first: start + block + j, step, end };
                 (0..STREAMS).for_each(|r| parts.read_scales::<S>(task, lines.row(r), r));
-                let sums = (parts.sums.add(j), BLOCK);
-                products::<S, C, 1, AT_ONCE>(task, parts, lines, group_log2, 0, sums);
+                let sums = parts.sums.add(j);
+                products::<S, C, 1, AT_ONCE>(task, parts, lines, group_log2, 0, sums, BLOCK);
             }
             for (r, first) in (0..STREAMS).map(|r| (r, start + r * step + block)) {
                 if first < end {
@@ -359,7 +359,7 @@ fn power_of_two(values: &[f32], width: i32) -> f32 {
     }
 }
 
-/// `sums[i * BLOCK + r * step]` = row `r` of `lines` times row `row + i` of `x`, for `X` rows of `x`.
+/// `sums[i * BLOCK + r * sums_step]` = row `r` of `lines` times row `row + i` of `x`, for `X` rows of `x`.
 #[inline(always)]
 unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize, const AT_ONCE: usize>(
     task: &QuantisedFewRows,
@@ -367,7 +367,8 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize, const AT_ONCE: usiz
     lines: WeightStreams,
     group_log2: u32,
     row: usize,
-    (sums, step): (*mut f32, usize),
+    sums: *mut f32,
+    sums_step: usize,
 ) {
     const R: usize = STREAMS;
     let weights = &task.weights;
@@ -405,9 +406,9 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize, const AT_ONCE: usiz
             let x = x_row.add(word * steps);
             let part: [[S::V; X]; R] = match AT_ONCE {
                 4 => std::array::from_fn(|r| {
-                    bytes_at_once::<S, C, X>(loaded[r], high[r], (x, parts.layout.x_row))
+                    bytes_at_once::<S, C, X>(loaded[r], high[r], x, parts.layout.x_row)
                 }),
-                _ => in_steps::<S, C, X, AT_ONCE>(loaded, high, (x, parts.layout.x_row)),
+                _ => in_steps::<S, C, X, AT_ONCE>(loaded, high, x, parts.layout.x_row),
             };
             let group = word >> group_log2;
             for r in 0..R {
@@ -437,7 +438,7 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize, const AT_ONCE: usiz
         }
         for (r, row) in acc.into_iter().enumerate() {
             for (i, sum) in row.into_iter().enumerate() {
-                *sums.add(i * BLOCK + r * step) = S::sum(sum);
+                *sums.add(i * BLOCK + r * sums_step) = S::sum(sum);
             }
         }
     }
@@ -449,7 +450,8 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize, const AT_ONCE: usiz
 unsafe fn in_steps<S: Simd, C: CodeWords<S>, const X: usize, const AT_ONCE: usize>(
     words: [S::V; STREAMS],
     high: [S::V; STREAMS],
-    (x, x_row): (*const f32, usize),
+    x: *const f32,
+    x_row: usize,
 ) -> [[S::V; X]; STREAMS] {
     // SAFETY: the caller's promise: rows of `x` hold what meets the words.
     unsafe {
@@ -482,7 +484,8 @@ unsafe fn in_steps<S: Simd, C: CodeWords<S>, const X: usize, const AT_ONCE: usiz
 unsafe fn bytes_at_once<S: Simd, C: CodeWords<S>, const X: usize>(
     words: S::V,
     high: S::V,
-    (x, x_row): (*const f32, usize),
+    x: *const f32,
+    x_row: usize,
 ) -> [S::V; X] {
     // SAFETY: the caller's promise: rows of `x` hold what meets the words.
     unsafe {

@@ -147,7 +147,7 @@ impl SimdTask for TilePanel<'_> {
                     let chunk = from..(from + CHUNK).min(steps);
                     for x in (first..last).step_by(2 * ROWS) {
                         let sums = sums.add((x - first) * rows);
-                        self.multiply(rows, x, chunk.clone(), (panel, sums), &mut ahead);
+                        self.multiply(rows, x, chunk.clone(), panel, sums, &mut ahead);
                         if chunk.end == steps {
                             self.write::<S>(rows, x, sums, out);
                         }
@@ -183,7 +183,7 @@ impl TilePanel<'_> {
                 for r in 0..self.columns.len() {
                     for from in (0..k).step_by(STAGE) {
                         let count = (k - from).min(STAGE);
-                        weights.widen::<S>(self.columns.start + r, (from, count), stage);
+                        weights.widen::<S>(self.columns.start + r, from, count, stage);
                         std::ptr::write_bytes(stage.add(count), 0, round_up(count, DEPTH) - count);
                         for part in (0..count).step_by(DEPTH) {
                             let to = to(r, (from + part) / DEPTH).cast::<u16>();
@@ -234,7 +234,8 @@ impl TilePanel<'_> {
         rows: usize,
         x: usize,
         chunk: Range<usize>,
-        (panel, sums): (*const f32, *mut f32),
+        panel: *const f32,
+        sums: *mut f32,
         ahead: &mut L2Prefetch,
     ) {
         let steps = steps(self.shape.k);
