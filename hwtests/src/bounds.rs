@@ -174,7 +174,7 @@ fn grouped_gemm(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
             let line = expert * n + feature;
             let x = &before[0][choice / grouped.fan as usize * k..][..k];
             let added = if bias { before[at][line] } else { 0.0 };
-            rounded(out, want, quantised_error(dtype, (x, &weights[line * k..][..k]), added.abs()))
+            rounded(out, want, quantised_error(dtype, x, &weights[line * k..][..k], added.abs()))
         };
         return want.iter().enumerate().map(bound).collect();
     }
@@ -215,13 +215,13 @@ fn quantised_gemm(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
         if accumulate {
             added += before[last][i].abs();
         }
-        rounded(out, want, quantised_error(dtype, (x, weight), added))
+        rounded(out, want, quantised_error(dtype, x, weight, added))
     };
     want.iter().enumerate().map(bound).collect()
 }
 
 /// The error of a row's product with weights, to which something of a size is added.
-fn quantised_error(dtype: DType, (x, weight): (&[f64], &[(f64, f64)]), added: f64) -> f64 {
+fn quantised_error(dtype: DType, x: &[f64], weight: &[(f64, f64)], added: f64) -> f64 {
     let (narrow, tiny) = match dtype {
         DType::F32 => (0.0, 0.0),
         DType::F16 => (dtype.unit_roundoff(), f64::powi(2.0, -25)),
@@ -305,7 +305,8 @@ struct AttentionBounds {
 /// sums by an exp and a product, whose argument errors telescope to another 4u (|s_j| + |max|).
 /// Devices that feed matrix units may round the weights to the activations' dtype: `u_x * p_j`, and
 /// below f16's range half of its least subnormal.
-fn attention(sig: &OpSig, (q, keys): oracle::HeadView<'_>, x: DType) -> AttentionBounds {
+fn attention(sig: &OpSig, view: oracle::HeadView<'_>, x: DType) -> AttentionBounds {
+    let oracle::HeadView { q, keys } = view;
     let (scale, value_dim) = oracle::scale_and_values(sig);
     let n = keys.len();
     let mut scores = Vec::with_capacity(n); // (score, delta)
@@ -367,7 +368,7 @@ fn prefill(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
             let part = attention(sig, oracle::head_view(sig, before, &query, head), x);
             let at = (query.row * heads + head) * dim;
             let sink = oracle::sink(sig, before, head);
-            let (max, sum) = oracle::with_sink((part.max, part.sum), sink);
+            let (max, sum) = oracle::with_sink(part.max, part.sum, sink);
             let keep = oracle::share(part.max, max);
             let (mut rescaled, mut sum_error) = (0.0, part.sum_error);
             if sink > f64::NEG_INFINITY {

@@ -97,6 +97,25 @@ struct CaseHeads {
     head_dim: u32,
 }
 
+/// Which keys a query of a prefill sees, beside those before it.
+#[derive(Clone, Copy)]
+struct PrefillMask {
+    window: Option<u32>,
+    sinks: bool,
+}
+
+impl PrefillMask {
+    const NONE: PrefillMask = PrefillMask { window: None, sinks: false };
+
+    fn window(tokens: u32, sinks: bool) -> PrefillMask {
+        PrefillMask { window: Some(tokens), sinks }
+    }
+
+    fn sinks(sinks: bool) -> PrefillMask {
+        PrefillMask { window: None, sinks }
+    }
+}
+
 const SMALL: CaseHeads = CaseHeads { ratio: 2, kv_heads: 2, head_dim: 16 };
 
 /// Whole rows share a scale.
@@ -366,12 +385,13 @@ impl CaseBuilder {
         spread: &[(u32, u32)],
         shape: CaseHeads,
         page_tokens: u32,
-        masks: (Option<u32>, bool),
-        (x, dtype): (DType, DType),
+        mask: PrefillMask,
+        x: DType,
+        dtype: DType,
     ) {
         let CaseHeads { kv_heads, head_dim, .. } = shape;
         let kv = KvShape { kv_heads, head_dim, page_tokens, dtype, latent: None };
-        self.prefill_over(spread, shape, kv, masks, x);
+        self.prefill_over(spread, shape, kv, mask, x);
     }
 
     fn prefill_over(
@@ -379,9 +399,10 @@ impl CaseBuilder {
         spread: &[(u32, u32)],
         shape: CaseHeads,
         kv: KvShape,
-        (window, sinks): (Option<u32>, bool),
+        mask: PrefillMask,
         x: DType,
     ) {
+        let PrefillMask { window, sinks } = mask;
         let longest = spread.iter().map(|s| s.1).max().unwrap_or(0);
         let sig = OpSig::AttnPrefill {
             tokens: spread.iter().map(|s| s.0).sum(),
@@ -401,28 +422,29 @@ impl CaseBuilder {
     fn prefill(&mut self) {
         let p = self.page_tokens;
         let unlike = [(1, 1), (5, 9), (3, (p + 1).max(3)), (1, 40), (17, 17)];
-        for dtypes in two_dtypes() {
-            self.attn_prefill(&unlike, SMALL, p, (None, false), dtypes);
-            self.attn_prefill(&unlike, SMALL, p, (Some(8), true), dtypes);
+        for (x, kv) in two_dtypes() {
+            self.attn_prefill(&unlike, SMALL, p, PrefillMask::NONE, x, kv);
+            self.attn_prefill(&unlike, SMALL, p, PrefillMask::window(8, true), x, kv);
         }
-        let own = (F32, Bf16);
+        let (x, kv) = (F32, Bf16);
         for (ratio, kv_heads) in (1..=8).map(|ratio| (ratio, 2)).chain([(3, 1), (1, 5)]) {
             if self.full || ratio % 3 == 1 {
                 self.attn_prefill(
                     &[(2, 2), (3, 11)],
                     CaseHeads { ratio, kv_heads, head_dim: 16 },
                     p,
-                    (None, false),
-                    own,
+                    PrefillMask::NONE,
+                    x,
+                    kv,
                 );
             }
         }
         for &head_dim in self.head_dims() {
             let shape = CaseHeads { ratio: 3, kv_heads: 2, head_dim };
-            self.attn_prefill(&[(7, 7), (4, 30)], shape, p, (None, false), own);
-            self.attn_prefill(&[(9, 9), (3, 20)], shape, p, (None, true), own);
-            self.attn_prefill(&[(5, 70)], shape, p, (Some(33), true), (Bf16, Bf16));
-            self.attn_prefill(&[(7, 7), (4, 30)], shape, p, (Some(6), false), (Bf16, Bf16));
+            self.attn_prefill(&[(7, 7), (4, 30)], shape, p, PrefillMask::NONE, x, kv);
+            self.attn_prefill(&[(9, 9), (3, 20)], shape, p, PrefillMask::sinks(true), x, kv);
+            self.attn_prefill(&[(5, 70)], shape, p, PrefillMask::window(33, true), Bf16, Bf16);
+            self.attn_prefill(&[(7, 7), (4, 30)], shape, p, PrefillMask::window(6, false), Bf16, Bf16);
         }
         for page_tokens in self.page_sizes() {
             for context in [page_tokens - 1, page_tokens, page_tokens + 1, 2 * page_tokens + 1] {
@@ -431,26 +453,35 @@ impl CaseBuilder {
                         &[(1, context), (context, context)],
                         SMALL,
                         page_tokens,
-                        (None, false),
-                        own,
+                        PrefillMask::NONE,
+                        x,
+                        kv,
                     );
                 }
             }
         }
         // windows below, at and above the context, and at the edge of a page
         for window in [1, 2, p, 19, 20, 21] {
-            self.attn_prefill(&[(20, 20), (3, 45), (1, 20)], SMALL, p, (Some(window), false), own);
-            self.attn_prefill(&[(20, 20), (3, 45)], SMALL, p, (Some(window), true), own);
+            self.attn_prefill(
+                &[(20, 20), (3, 45), (1, 20)],
+                SMALL,
+                p,
+                PrefillMask::window(window, false),
+                x,
+                kv,
+            );
+            self.attn_prefill(&[(20, 20), (3, 45)], SMALL, p, PrefillMask::window(window, true), x, kv);
         }
         // a sequence without new tokens between two that have some
-        self.attn_prefill(&[(2, 5), (0, 3), (4, 4)], SMALL, p, (None, false), own);
+        self.attn_prefill(&[(2, 5), (0, 3), (4, 4)], SMALL, p, PrefillMask::NONE, x, kv);
         for &e in self.sweep() {
             self.attn_prefill(
                 &[(e, e + 2)],
                 CaseHeads { ratio: 2, kv_heads: 1, head_dim: 16 },
                 p,
-                (None, e % 2 == 0),
-                own,
+                PrefillMask::sinks(e % 2 == 0),
+                x,
+                kv,
             );
         }
     }
@@ -460,7 +491,8 @@ impl CaseBuilder {
         ranges: &[(u32, u32)],
         shape: CaseHeads,
         page_tokens: u32,
-        (x, kv): (DType, DType),
+        x: DType,
+        kv: DType,
     ) {
         let longest = ranges.iter().map(|r| r.1).max().unwrap_or(0);
         let sig = OpSig::AttnDecode {
@@ -483,30 +515,30 @@ impl CaseBuilder {
     fn decode(&mut self) {
         let p = self.page_tokens;
         let unlike = [(0, 1), (0, 0), (3, p + 2), (p, p), (0, 70), (p - 1, p + 1)];
-        for dtypes in two_dtypes() {
-            self.attn_decode(&unlike, SMALL, p, dtypes);
+        for (x, kv) in two_dtypes() {
+            self.attn_decode(&unlike, SMALL, p, x, kv);
         }
-        let own = (F32, Bf16);
+        let (x, kv) = (F32, Bf16);
         for (ratio, kv_heads) in (1..=8).map(|ratio| (ratio, 2)).chain([(3, 1), (1, 5)]) {
             if self.full || ratio % 3 == 1 {
-                self.attn_decode(&[(0, 11), (2, 3)], CaseHeads { ratio, kv_heads, head_dim: 16 }, p, own);
+                self.attn_decode(&[(0, 11), (2, 3)], CaseHeads { ratio, kv_heads, head_dim: 16 }, p, x, kv);
             }
         }
         for &head_dim in self.head_dims() {
             let shape = CaseHeads { ratio: 3, kv_heads: 2, head_dim };
-            self.attn_decode(&[(0, 37), (5, 23)], shape, p, own);
-            self.attn_decode(&[(0, 37), (5, 23)], shape, p, (Bf16, F16));
+            self.attn_decode(&[(0, 37), (5, 23)], shape, p, x, kv);
+            self.attn_decode(&[(0, 37), (5, 23)], shape, p, Bf16, F16);
         }
         for page_tokens in self.page_sizes() {
             for end in [0, 1, page_tokens - 1, page_tokens, page_tokens + 1] {
-                self.attn_decode(&[(0, end), (end / 2, end + page_tokens)], SMALL, page_tokens, own);
+                self.attn_decode(&[(0, end), (end / 2, end + page_tokens)], SMALL, page_tokens, x, kv);
             }
         }
         for &e in self.sweep() {
-            self.attn_decode(&vec![(0, 3); e as usize], SMALL, p, own);
+            self.attn_decode(&vec![(0, 3); e as usize], SMALL, p, x, kv);
         }
-        self.attn_decode(&[(0, 0)], SMALL, p, own);
-        self.attn_decode(&[(0, 1000), (7, 777)], SMALL, p, own);
+        self.attn_decode(&[(0, 0)], SMALL, p, x, kv);
+        self.attn_decode(&[(0, 1000), (7, 777)], SMALL, p, x, kv);
     }
 
     fn merge(&mut self) {

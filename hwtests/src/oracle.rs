@@ -101,7 +101,7 @@ pub fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
             for query in queries(sig, operands)? {
                 for head in 0..heads as usize {
                     let part = attend(sig, operands, &query, head);
-                    let (max, sum) = with_sink((part.max, part.sum), sink(sig, operands, head));
+                    let (max, sum) = with_sink(part.max, part.sum, sink(sig, operands, head));
                     let at = (query.row * heads as usize + head) * kv.value_dim() as usize;
                     for (out, acc) in out[at..].iter_mut().zip(&part.acc) {
                         *out = acc * share(part.max, max) / sum;
@@ -219,7 +219,7 @@ pub(crate) fn queries(sig: &OpSig, operands: &[Vec<f64>]) -> Result<Vec<Query>, 
                         .checked_sub(end)
                         .ok_or_else(|| format!("sequence {s} has more queries than context"))?;
                     let oldest = window.map_or(0, |w| (position + 1).saturating_sub(w as usize));
-                    let slots = slots(operands, (3, s, pages_max), page_tokens, oldest..position + 1)?;
+                    let slots = slots(operands, 3, s, pages_max, page_tokens, oldest..position + 1)?;
                     queries.push(Query { row, slots });
                 }
             }
@@ -229,7 +229,7 @@ pub(crate) fn queries(sig: &OpSig, operands: &[Vec<f64>]) -> Result<Vec<Query>, 
             as usize)
             .map(|s| {
                 let range = index(1, 2 * s)..index(1, 2 * s + 1);
-                Ok(Query { row: s, slots: slots(operands, (2, s, pages_max), page_tokens, range)? })
+                Ok(Query { row: s, slots: slots(operands, 2, s, pages_max, page_tokens, range)? })
             })
             .collect::<Result<Vec<_>, String>>()?,
         _ => return Err(format!("{} has no queries", sig.name())),
@@ -255,7 +255,9 @@ fn pool_and_width(sig: &OpSig) -> (usize, usize) {
 /// Returns the slots of a token range of sequence `s`, according to its row of the page table.
 fn slots(
     operands: &[Vec<f64>],
-    (table, s, pages_max): (usize, usize, u32),
+    table: usize,
+    s: usize,
+    pages_max: u32,
     page_tokens: u32,
     tokens: std::ops::Range<usize>,
 ) -> Result<Vec<usize>, String> {
@@ -281,7 +283,10 @@ pub(crate) struct PartialAttention {
 }
 
 /// The operands of one head of one query: `q`, and `(k, v)` of each key that it sees.
-pub(crate) type HeadView<'a> = (&'a [f64], Vec<(&'a [f64], &'a [f64])>);
+pub(crate) struct HeadView<'a> {
+    pub(crate) q: &'a [f64],
+    pub(crate) keys: Vec<(&'a [f64], &'a [f64])>,
+}
 
 /// Selects one head of one query from the operands.
 pub(crate) fn head_view<'a>(
@@ -301,7 +306,8 @@ pub(crate) fn head_view<'a>(
     let kv_head = head / (heads / kv.kv_heads) as usize;
     let q = &operands[0][(query.row * heads as usize + head) * dim..][..dim];
     let keys = query.slots.iter().map(|slot| slot * width + kv_head * dim);
-    (q, keys.map(|at| (&operands[pool][at..][..dim], &operands[values][at..][..value_dim])).collect())
+    let keys = keys.map(|at| (&operands[pool][at..][..dim], &operands[values][at..][..value_dim]));
+    HeadView { q, keys: keys.collect() }
 }
 
 /// What an attention operation multiplies scores by, and the length of its values.
@@ -310,7 +316,7 @@ pub(crate) fn scale_and_values(sig: &OpSig) -> (f64, usize) {
 }
 
 fn attend(sig: &OpSig, operands: &[Vec<f64>], query: &Query, head: usize) -> PartialAttention {
-    let (q, keys) = head_view(sig, operands, query, head);
+    let HeadView { q, keys } = head_view(sig, operands, query, head);
     let (scale, value_dim) = scale_and_values(sig);
     let scores: Vec<f64> = keys.iter().map(|(k, _)| dot(q, k) * scale).collect();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -340,7 +346,7 @@ pub(crate) fn sink(sig: &OpSig, operands: &[Vec<f64>], row: usize) -> f64 {
 }
 
 /// Adds the weight of a sink to a maximum and the sum that is relative to it.
-pub(crate) fn with_sink((max, sum): (f64, f64), sink: f64) -> (f64, f64) {
+pub(crate) fn with_sink(max: f64, sum: f64, sink: f64) -> (f64, f64) {
     let all = max.max(sink);
     (all, sum * share(max, all) + share(sink, all))
 }
@@ -352,5 +358,5 @@ pub(crate) fn merged_stat(sig: &OpSig, operands: &[Vec<f64>], r: usize) -> (f64,
     let of = |p: usize| (stat[(p * rows + r) * 2], stat[(p * rows + r) * 2 + 1]);
     let max = (0..parts).map(|p| of(p).0).fold(f64::NEG_INFINITY, f64::max);
     let sum = (0..parts).map(|p| share(of(p).0, max) * of(p).1).sum();
-    with_sink((max, sum), sink(sig, operands, r))
+    with_sink(max, sum, sink(sig, operands, r))
 }

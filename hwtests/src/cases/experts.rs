@@ -7,6 +7,20 @@ use mixfleet_hal::{
     CodeKind, ExpertRouting, GroupedRows, MatrixKind, OpSig, Quantised, Scalar, ScaleKind, Scoring, ZeroKind,
 };
 
+/// The dtypes of a grouped product.
+#[derive(Clone, Copy)]
+struct GroupedDtypes {
+    x: DType,
+    weight: MatrixKind,
+    out: DType,
+}
+
+impl GroupedDtypes {
+    fn of(x: DType, weight: MatrixKind) -> GroupedDtypes {
+        GroupedDtypes { x, weight, out: x }
+    }
+}
+
 impl CaseBuilder {
     pub(super) fn routes(&mut self) {
         let softmax = ExpertRouting::softmax;
@@ -51,25 +65,12 @@ impl CaseBuilder {
         });
     }
 
-    fn grouped_gemm(
-        &mut self,
-        rows: &[u32],
-        fan: u32,
-        (n, k): (u32, u32),
-        dtypes: (DType, MatrixKind, DType),
-        bias: bool,
-    ) {
-        self.products(TokenSpread::Experts(rows.to_vec()), fan, (n, k), dtypes, bias);
+    fn grouped_gemm(&mut self, rows: &[u32], fan: u32, n: u32, k: u32, dtypes: GroupedDtypes, bias: bool) {
+        self.products(TokenSpread::Experts(rows.to_vec()), fan, n, k, dtypes, bias);
     }
 
-    fn products(
-        &mut self,
-        spread: TokenSpread,
-        fan: u32,
-        (n, k): (u32, u32),
-        (x, weight, out): (DType, MatrixKind, DType),
-        bias: bool,
-    ) {
+    fn products(&mut self, spread: TokenSpread, fan: u32, n: u32, k: u32, dtypes: GroupedDtypes, bias: bool) {
+        let GroupedDtypes { x, weight, out } = dtypes;
         let (rows, own) = match &spread {
             TokenSpread::Experts(rows) => (rows, &rows[..]),
             TokenSpread::ExpertShare(rows) => (rows, &rows[1..rows.len() - 1]),
@@ -96,23 +97,31 @@ impl CaseBuilder {
             &[1, 30, 7, 40],
         ];
         for rows in spreads {
-            for dtypes in [(F32, plain, F32), (Bf16, plain, Bf16), (F32, mxfp4, F32)] {
-                self.products(TokenSpread::ExpertShare(rows.to_vec()), 1, (34, 64), dtypes, false);
-                self.products(TokenSpread::ExpertShare(rows.to_vec()), 2, (38, 96), dtypes, true);
+            for (x, weight) in [(F32, plain), (Bf16, plain), (F32, mxfp4)] {
+                let dtypes = GroupedDtypes::of(x, weight);
+                self.products(TokenSpread::ExpertShare(rows.to_vec()), 1, 34, 64, dtypes, false);
+                self.products(TokenSpread::ExpertShare(rows.to_vec()), 2, 38, 96, dtypes, true);
             }
         }
         let odd = TokenSpread::ExpertShare(vec![3, 30, 0, 1, 2]);
-        self.products(odd, 1, (19, 37), (F32, plain, F32), true);
+        self.products(odd, 1, 19, 37, GroupedDtypes::of(F32, plain), true);
     }
 
     pub(super) fn grouped(&mut self) {
         for (x, weight) in two_dtypes() {
             for out in DType::FLOATS {
-                self.grouped_gemm(&[2, 0, 3, 1], 2, (19, 40), (x, MatrixKind::Plain(weight), out), true);
+                self.grouped_gemm(
+                    &[2, 0, 3, 1],
+                    2,
+                    19,
+                    40,
+                    GroupedDtypes { x, weight: MatrixKind::Plain(weight), out },
+                    true,
+                );
             }
         }
         let plain = MatrixKind::Plain(Bf16);
-        let (own, narrow) = ((F32, plain, F32), (Bf16, plain, Bf16));
+        let (own, narrow) = (GroupedDtypes::of(F32, plain), GroupedDtypes::of(Bf16, plain));
         // all rows with one expert, first and last; none with most; more than a tile, and one more than that
         let skewed: [&[u32]; 7] = [
             &[12, 0, 0],
@@ -125,19 +134,19 @@ impl CaseBuilder {
         ];
         for rows in skewed {
             for dtypes in [own, narrow] {
-                self.grouped_gemm(rows, 1, (33, 65), dtypes, false);
-                self.grouped_gemm(rows, 2, (32, 64), dtypes, true);
+                self.grouped_gemm(rows, 1, 33, 65, dtypes, false);
+                self.grouped_gemm(rows, 2, 32, 64, dtypes, true);
             }
         }
         for &e in self.sweep() {
             for (n, k) in [(e, 37), (19, e), (e, e)] {
-                self.grouped_gemm(&[3, 0, 1, 2], 2, (n, k), own, false);
+                self.grouped_gemm(&[3, 0, 1, 2], 2, n, k, own, false);
             }
-            self.grouped_gemm(&[e, 0, 1], 1, (19, 37), own, false);
+            self.grouped_gemm(&[e, 0, 1], 1, 19, 37, own, false);
         }
         for rows in [&[0, 1, 0, 1][..], &[30, 7, 0, 35]] {
-            self.grouped_gemm(rows, 2, (130, 515), own, false);
-            self.grouped_gemm(rows, 1, (67, 1024), narrow, true);
+            self.grouped_gemm(rows, 2, 130, 515, own, false);
+            self.grouped_gemm(rows, 1, 67, 1024, narrow, true);
         }
         self.quantised_experts(&skewed);
     }
@@ -147,16 +156,16 @@ impl CaseBuilder {
     fn quantised_experts(&mut self, skewed: &[&[u32]]) {
         let mxfp4 = MatrixKind::Quantised(Quantised::MXFP4);
         for rows in skewed {
-            for (x, out) in [(F32, F32), (Bf16, Bf16)] {
-                self.grouped_gemm(rows, 1, (33, 64), (x, mxfp4, out), false);
-                self.grouped_gemm(rows, 2, (38, 96), (x, mxfp4, out), true);
+            for x in [F32, Bf16] {
+                self.grouped_gemm(rows, 1, 33, 64, GroupedDtypes::of(x, mxfp4), false);
+                self.grouped_gemm(rows, 2, 38, 96, GroupedDtypes::of(x, mxfp4), true);
             }
         }
         for &e in self.sweep() {
-            self.grouped_gemm(&[3, 0, 1, 2], 2, (e, 32), (F32, mxfp4, F32), true);
-            self.grouped_gemm(&[e, 0, 1], 1, (19, 160), (F32, mxfp4, F32), false);
+            self.grouped_gemm(&[3, 0, 1, 2], 2, e, 32, GroupedDtypes::of(F32, mxfp4), true);
+            self.grouped_gemm(&[e, 0, 1], 1, 19, 160, GroupedDtypes::of(F32, mxfp4), false);
         }
-        self.grouped_gemm(&[30, 7, 0, 35], 2, (130, 512), (F16, mxfp4, F16), true);
+        self.grouped_gemm(&[30, 7, 0, 35], 2, 130, 512, GroupedDtypes::of(F16, mxfp4), true);
         let rows = Quantised::in_rows;
         let blocks =
             Quantised { group_rows: 16, ..rows(CodeKind::E4m3, 64, ScaleKind::F32, ZeroKind::Middle) };
@@ -170,8 +179,8 @@ impl CaseBuilder {
             Quantised::NVFP4,
         ];
         for weight in others.map(MatrixKind::Quantised) {
-            self.grouped_gemm(&[2, 0, 3, 1], 2, (32, 128), (F32, weight, F32), true);
-            self.grouped_gemm(&[20, 1, 0, 67], 1, (48, 64), (F32, weight, F32), false);
+            self.grouped_gemm(&[2, 0, 3, 1], 2, 32, 128, GroupedDtypes::of(F32, weight), true);
+            self.grouped_gemm(&[20, 1, 0, 67], 1, 48, 64, GroupedDtypes::of(F32, weight), false);
         }
     }
 

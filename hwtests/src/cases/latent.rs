@@ -1,29 +1,45 @@
 //! Latent attention: keys that contain their values, and what cuts rows apart, rotates parts of them and
 //! joins them again.
 
-use super::{CaseBuilder, CaseHeads, TokenSpread, two_dtypes};
+use super::{CaseBuilder, CaseHeads, PrefillMask, TokenSpread, two_dtypes};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{ColumnsOf, DType, KvShape, LatentKv, OpSig, RotaryPart, Scalar};
 
 /// A key's length and its value's: such that whole vectors fit, and not; and those of DeepSeek.
 const LENGTHS: [(u32, u32); 4] = [(48, 32), (36, 24), (17, 9), (576, 512)];
 
+/// Shape of heads over latents.
+#[derive(Clone, Copy)]
+struct LatentCaseHeads {
+    heads: u32,
+    head_dim: u32,
+    rank: u32,
+}
+
 impl CaseBuilder {
     pub(super) fn latent(&mut self) {
         self.parts();
         let p = self.page_tokens;
         for (x, kv) in two_dtypes() {
-            self.latents(&[(5, 9), (1, 40), (17, 17)], (4, 48, 32), p, (x, kv));
+            self.latents(
+                &[(5, 9), (1, 40), (17, 17)],
+                LatentCaseHeads { heads: 4, head_dim: 48, rank: 32 },
+                p,
+                x,
+                kv,
+            );
         }
         let (x, kv) = (DType::F32, DType::Bf16);
         for (head_dim, rank) in LENGTHS {
             for heads in if self.full { &[1, 3, 13, 16][..] } else { &[13] } {
-                self.latents(&[(1, 70), (3, 33), (9, 9)], (*heads, head_dim, rank), p, (x, kv));
+                let shape = LatentCaseHeads { heads: *heads, head_dim, rank };
+                self.latents(&[(1, 70), (3, 33), (9, 9)], shape, p, x, kv);
             }
         }
         for page_tokens in self.page_sizes() {
-            for dtypes in [(x, kv), (DType::Bf16, DType::Bf16), (x, x)] {
-                self.latents(&[(2, page_tokens + 1), (1, 300)], (6, 48, 32), page_tokens, dtypes);
+            for (x, kv) in [(x, kv), (DType::Bf16, DType::Bf16), (x, x)] {
+                let shape = LatentCaseHeads { heads: 6, head_dim: 48, rank: 32 };
+                self.latents(&[(2, page_tokens + 1), (1, 300)], shape, page_tokens, x, kv);
             }
         }
     }
@@ -32,15 +48,17 @@ impl CaseBuilder {
     fn latents(
         &mut self,
         spread: &[(u32, u32)],
-        (heads, head_dim, rank): (u32, u32, u32),
+        shape: LatentCaseHeads,
         page_tokens: u32,
-        (x, dtype): (DType, DType),
+        x: DType,
+        dtype: DType,
     ) {
+        let LatentCaseHeads { heads, head_dim, rank } = shape;
         // not that of the length
         let latent = Some(LatentKv { rank, scale: Scalar(0.21) });
         let kv = KvShape { kv_heads: 1, head_dim, page_tokens, dtype, latent };
         let shape = CaseHeads { ratio: heads, kv_heads: 1, head_dim };
-        self.prefill_over(spread, shape, kv, (None, false), x);
+        self.prefill_over(spread, shape, kv, PrefillMask::NONE, x);
         let longest = spread.iter().map(|s| s.1).max().unwrap_or(0);
         let ranges: Vec<(u32, u32)> = spread.iter().map(|&(first, end)| (first - 1, end)).collect();
         let sig = OpSig::AttnDecode {

@@ -125,8 +125,8 @@ impl Comparison {
         for p in a.points.iter().filter(|p| p.is_ok()) {
             let Some(other) = of_b.get(p.id.as_str()) else { continue };
             let (Some(first), Some(second)) = (&p.seconds, &other.seconds) else { continue };
-            let drift = drift((a, p.at_s), (b, other.at_s));
-            let Some(pair) = pair(&p.id, (first, second), drift, cheaper) else { continue };
+            let drift = drift(a, p.at_s, b, other.at_s);
+            let Some(pair) = pair(&p.id, first, second, drift, cheaper) else { continue };
             let name = p.group.name();
             match groups.iter_mut().find(|(group, _)| *group == name) {
                 Some((_, ratios)) => ratios.push((pair.ratio, pair.verdict)),
@@ -177,12 +177,7 @@ fn spread(stats: &SampleStats) -> f64 {
     (stats.p95 - stats.p5) / 2.0 / stats.median
 }
 
-fn pair(
-    id: &str,
-    (a, b): (&SampleStats, &SampleStats),
-    drift: f64,
-    cheaper: Option<f64>,
-) -> Option<PointPair> {
+fn pair(id: &str, a: &SampleStats, b: &SampleStats, drift: f64, cheaper: Option<f64>) -> Option<PointPair> {
     if !(a.median > 0.0 && b.median > 0.0) {
         return None;
     }

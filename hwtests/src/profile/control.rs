@@ -32,8 +32,9 @@ pub struct Control {
 impl ProfileBench<'_> {
     /// Takes a reading.
     pub(crate) fn control(&mut self, at_s: f64) -> Result<Control, Problem> {
-        let products = loads_of(PRODUCT, false);
-        let reads = [DType::Bf16, DType::F16, DType::F32].map(|x| gemm(x, (1, READ.0, READ.1), false, false));
+        let (m, n, k) = PRODUCT;
+        let products = loads_of(m, n, k, false);
+        let reads = [DType::Bf16, DType::F16, DType::F32].map(|x| gemm(x, 1, READ.0, READ.1, false, false));
         Ok(Control { at_s, compute_s: self.reading(&products)?, read_s: self.reading(&reads)? })
     }
 
@@ -56,7 +57,7 @@ impl ProfileBench<'_> {
 /// Returns how much the readings around `at_a` of one profile differ from those around `at_b` of another, as
 /// a share. A difference between points measured at these times may be due to the surroundings by as much. 0
 /// without readings.
-pub(crate) fn drift((a, at_a): (&ProfileDocument, f64), (b, at_b): (&ProfileDocument, f64)) -> f64 {
+pub(crate) fn drift(a: &ProfileDocument, at_a: f64, b: &ProfileDocument, at_b: f64) -> f64 {
     let (of_a, of_b) = (around(&a.controls, at_a), around(&b.controls, at_b));
     let mut most = 0.0f64;
     for x in &of_a {

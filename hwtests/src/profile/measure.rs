@@ -182,7 +182,7 @@ impl ProfileBench<'_> {
         let k: u32 = if bytes >= 4 << 20 { 4096 } else { 1024 };
         [DType::Bf16, DType::F16, DType::F32].into_iter().find_map(|dtype| {
             let n = bytes / (u64::from(k) * dtype.size_bytes());
-            let sig = gemm(dtype, (1, u32::try_from(n).ok().filter(|n| *n > 0)?, k), false, false);
+            let sig = gemm(dtype, 1, u32::try_from(n).ok().filter(|n| *n > 0)?, k, false, false);
             (self.device.support(&sig) != Support::No).then_some(sig)
         })
     }
@@ -297,8 +297,8 @@ impl ProfileBench<'_> {
         let sigs = |x: DType| {
             let norm =
                 OpSig::RmsNorm { rows, cols: hidden, eps: Scalar(1e-6), x: DType::F32, weight: x, out: x };
-            let widen = gemm(x, (rows, inner, hidden), false, false);
-            let narrow = gemm(x, (rows, hidden, inner), true, false);
+            let widen = gemm(x, rows, inner, hidden, false, false);
+            let narrow = gemm(x, rows, hidden, inner, true, false);
             [norm, widen, OpSig::SiluMul { elements, x }, narrow]
         };
         let has = |x: &DType| sigs(*x).iter().all(|sig| self.device.support(sig) != Support::No);
@@ -412,14 +412,14 @@ impl ProfileBench<'_> {
 /// Returns the operations that a long run may consist of, best first.
 pub(crate) fn loads(load: SustainedLoad) -> Vec<OpSig> {
     match load {
-        SustainedLoad::Gemm => loads_of((2048, 4096, 4096), false),
+        SustainedLoad::Gemm => loads_of(2048, 4096, 4096, false),
         SustainedLoad::Stream => vec![OpSig::Copy { bytes: 64 << 20 }, OpSig::Copy { bytes: 2 << 20 }],
     }
 }
 
 /// Returns a product of (m, n, k) in the dtypes of common models.
-pub(crate) fn loads_of(shape: (u32, u32, u32), accumulate: bool) -> Vec<OpSig> {
-    [DType::Bf16, DType::F16, DType::F32].map(|dtype| gemm(dtype, shape, accumulate, false)).to_vec()
+pub(crate) fn loads_of(m: u32, n: u32, k: u32, accumulate: bool) -> Vec<OpSig> {
+    [DType::Bf16, DType::F16, DType::F32].map(|dtype| gemm(dtype, m, n, k, accumulate, false)).to_vec()
 }
 
 /// Returns a point without a number.

@@ -238,11 +238,11 @@ impl ProfilePlan {
             for (n, k, acc) in
                 [(hidden, hidden, false), (kv, hidden, false), (inner, hidden, false), (hidden, inner, true)]
             {
-                self.op(gemm(dtype, (m, n, k), acc, false));
+                self.op(gemm(dtype, m, n, k, acc, false));
             }
             // logits are needed for one row per sequence
             if m <= 64 {
-                self.op(gemm(dtype, (m, vocab, hidden), false, true));
+                self.op(gemm(dtype, m, vocab, hidden, false, true));
             }
         }
     }
@@ -270,7 +270,7 @@ impl ProfilePlan {
         let square: &[u32] = self.by_level(&[512], &[1, 512, 2048], &[1, 32, 512, 2048, 8192]);
         for &m in square {
             for dtype in [DType::Bf16, DType::F16, DType::F32, DType::F8E4m3] {
-                self.op(gemm(dtype, (m, 4096, 4096), false, false));
+                self.op(gemm(dtype, m, 4096, 4096, false, false));
             }
         }
     }
@@ -288,8 +288,8 @@ impl ProfilePlan {
             let choices = tokens * active;
             for touched in [experts.min(choices), 4] {
                 let by = |fan| GroupedRows { choices, fan, experts, touched, others: 0 };
-                self.op(grouped_gemm(x, by(active), (inner, hidden)));
-                self.op(grouped_gemm(x, by(1), (hidden, inner)));
+                self.op(grouped_gemm(x, by(active), inner, hidden));
+                self.op(grouped_gemm(x, by(1), hidden, inner));
             }
         }
     }
@@ -297,7 +297,7 @@ impl ProfilePlan {
     fn decode(&mut self, dtype: DType, heads: HeadConfiguration, batches: &[u32], contexts: &[u32]) {
         for &batch in batches {
             for &context in contexts {
-                let sig = attn_decode(dtype, (batch, context), heads, self.page_tokens);
+                let sig = attn_decode(dtype, batch, context, heads, self.page_tokens);
                 self.works.extend(sig.map(WorkItem::Op));
             }
         }
@@ -306,7 +306,7 @@ impl ProfilePlan {
     fn prefill(&mut self, dtype: DType, heads: HeadConfiguration, tokens: &[u32], before: &[u32]) {
         for &tokens in tokens {
             for &before in before {
-                let sig = attn_prefill(dtype, (tokens, before), heads, self.page_tokens);
+                let sig = attn_prefill(dtype, tokens, before, heads, self.page_tokens);
                 self.works.extend(sig.map(WorkItem::Op));
             }
         }
@@ -368,8 +368,8 @@ mod tests {
 
     #[test]
     fn a_model_adds_its_own_operations() {
-        let own = gemm(DType::Bf16, (512, 768, 2000), true, false);
-        let standard = gemm(DType::Bf16, (512, 2048, 2048), false, false);
+        let own = gemm(DType::Bf16, 512, 768, 2000, true, false);
+        let standard = gemm(DType::Bf16, 512, 2048, 2048, false, false);
         let ids: Vec<String> =
             plan(ProfileLevel::Default, 32, &[own, standard], &[]).iter().map(WorkItem::id).collect();
         for id in ["gemm.bf16.m512.n768.k2000.acc", "gemm.bf16.m512.n2048.k2048"] {

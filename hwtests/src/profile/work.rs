@@ -351,24 +351,24 @@ fn parse_op(kind: &str, rest: &str, page_tokens: u32) -> Option<OpSig> {
         "gemm" => {
             let (m, n, k) = (f.take("m")?, f.take("n")?, f.take("k")?);
             let (accumulate, logits) = (f.take("acc").is_some(), f.take("logits").is_some());
-            gemm(dtype, (m, n, k), accumulate, logits)
+            gemm(dtype, m, n, k, accumulate, logits)
         }
         "attn_decode" => {
             let (batch, context, ratio) = (f.take("b")?, f.take("c")?, f.take("gqa")?);
             let heads = HeadConfiguration::parse(ratio, &mut f);
-            attn_decode(dtype, (batch, context), heads, page_tokens)?
+            attn_decode(dtype, batch, context, heads, page_tokens)?
         }
         "attn_prefill" => {
             let (tokens, before, ratio) = (f.take("t")?, f.take("c")?, f.take("gqa")?);
             let heads = HeadConfiguration::parse(ratio, &mut f);
-            attn_prefill(dtype, (tokens, before), heads, page_tokens)?
+            attn_prefill(dtype, tokens, before, heads, page_tokens)?
         }
         "grouped_gemm" => {
             let (choices, fan, experts) = (f.take("r")?, f.take("fan")?, f.take("e")?);
             let touched = f.take("touched")?;
             let others = f.take("others").unwrap_or(0);
             let grouped = GroupedRows { choices, fan, experts, touched, others };
-            grouped_gemm(dtype, grouped, (f.take("n")?, f.take("k")?))
+            grouped_gemm(dtype, grouped, f.take("n")?, f.take("k")?)
         }
         _ => small_op(kind, dtype, &mut f, page_tokens)?,
     };
@@ -444,13 +444,13 @@ fn small_op(kind: &str, dtype: DType, f: &mut NameFields, page_tokens: u32) -> O
 
 /// Returns a product as the engine runs it: activations of one dtype, accumulation into the f32 residual
 /// stream, or f32 logits.
-pub(crate) fn gemm(dtype: DType, (m, n, k): (u32, u32, u32), accumulate: bool, logits: bool) -> OpSig {
+pub(crate) fn gemm(dtype: DType, m: u32, n: u32, k: u32, accumulate: bool, logits: bool) -> OpSig {
     let out = if accumulate || logits { DType::F32 } else { gemm_out(dtype) };
     OpSig::Gemm { m, n, k, x: dtype, weight: dtype, out, bias: false, accumulate }
 }
 
 /// Returns a product by experts as the engine runs it.
-pub(crate) fn grouped_gemm(x: DType, grouped: GroupedRows, (n, k): (u32, u32)) -> OpSig {
+pub(crate) fn grouped_gemm(x: DType, grouped: GroupedRows, n: u32, k: u32) -> OpSig {
     OpSig::GroupedGemm { grouped, n, k, x, weight: MatrixKind::Plain(x), out: gemm_out(x), bias: false }
 }
 
@@ -489,7 +489,8 @@ impl HeadConfiguration {
 /// Returns decode attention over `batch` sequences of `context` tokens; `None` on overflow.
 pub(crate) fn attn_decode(
     dtype: DType,
-    (batch, context): (u32, u32),
+    batch: u32,
+    context: u32,
     heads: HeadConfiguration,
     page_tokens: u32,
 ) -> Option<OpSig> {
@@ -506,7 +507,8 @@ pub(crate) fn attn_decode(
 /// Returns prefill attention of `tokens` new tokens of one sequence after `before`.
 pub(crate) fn attn_prefill(
     dtype: DType,
-    (tokens, before): (u32, u32),
+    tokens: u32,
+    before: u32,
     heads: HeadConfiguration,
     page_tokens: u32,
 ) -> Option<OpSig> {

@@ -276,12 +276,19 @@ fn fact(case: &CaseResult, name: &str) -> Option<f64> {
     case.facts.get(name).and_then(Value::as_f64)
 }
 
-fn number(id: &str, unit: &str, (a, a_spread): (f64, f64), (b, b_spread): (f64, f64)) -> Option<MovedNumber> {
+/// A measured value and its relative spread.
+struct SpreadValue {
+    value: f64,
+    spread: f64,
+}
+
+fn number(id: &str, unit: &str, a: &SpreadValue, b: &SpreadValue) -> Option<MovedNumber> {
+    let noise = noise(a.spread, b.spread);
+    let (a, b) = (a.value, b.value);
     if !(a > 0.0 && b > 0.0 && a.is_finite() && b.is_finite()) {
         return None;
     }
     let ratio = if unit == "s" { a / b } else { b / a };
-    let noise = noise(a_spread, b_spread);
     let verdict = ComparisonVerdict::of(ratio, noise, 0.0);
     Some(MovedNumber { id: id.to_owned(), unit: unit.to_owned(), a, b, ratio, noise, verdict })
 }
@@ -296,9 +303,9 @@ fn times(id: &str, a: &CaseResult, b: &CaseResult) -> Option<MovedNumber> {
             Some((p5, p95)) => (p95 - p5) / 2.0 / median,
             None => 2.0 * fact(case, "coefficient_of_variation").unwrap_or(0.0),
         };
-        Some((median, spread))
+        Some(SpreadValue { value: median, spread })
     };
-    number(id, "s", of(a)?, of(b)?)
+    number(id, "s", &of(a)?, &of(b)?)
 }
 
 /// Compares the rates of two soaks by their medians over the phases.
@@ -311,9 +318,10 @@ fn soak(a: &ReadReport, b: &ReadReport) -> Vec<MovedNumber> {
         let of = |read: &ReadReport| {
             let samples = read.report.soak.iter().filter(|sample| sample.phase == phase);
             let stats = SampleStats::new(samples.filter_map(|sample| sample.rate).collect())?;
-            Some((stats.median, (stats.p95 - stats.p5) / 2.0 / stats.median))
+            let spread = (stats.p95 - stats.p5) / 2.0 / stats.median;
+            Some(SpreadValue { value: stats.median, spread })
         };
-        number(id, unit, of(a)?, of(b)?)
+        number(id, unit, &of(a)?, &of(b)?)
     };
     phases.into_iter().filter_map(one).collect()
 }

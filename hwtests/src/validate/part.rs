@@ -273,9 +273,11 @@ impl PartFile {
             }
         };
         let claims = top.tables("claim")?;
-        let claims = claims.into_iter().enumerate().map(claim).collect::<Result<_, _>>()?;
+        let claims =
+            claims.into_iter().enumerate().map(|(i, table)| claim(i, table)).collect::<Result<_, _>>()?;
         let waivers = top.tables("waiver")?;
-        let waivers = waivers.into_iter().enumerate().map(waiver).collect::<Result<_, _>>()?;
+        let waivers =
+            waivers.into_iter().enumerate().map(|(i, table)| waiver(i, table)).collect::<Result<_, _>>()?;
         top.finish()?;
         Ok(PartFile { of, claims, waivers })
     }
@@ -345,7 +347,7 @@ impl Match {
     }
 }
 
-fn claim((i, table): (usize, &Table)) -> Result<Claim, PartError> {
+fn claim(i: usize, table: &Table) -> Result<Claim, PartError> {
     let mut keys = TableKeys::new(format!("claim {}", i + 1), table);
     let point = keys.text("point")?;
     let place = format!("claim {} ({point})", i + 1);
@@ -377,7 +379,7 @@ fn claim((i, table): (usize, &Table)) -> Result<Claim, PartError> {
     Ok(Claim { point, value: value * scale, quantity: *quantity, unit, at_least, source })
 }
 
-fn waiver((i, table): (usize, &Table)) -> Result<Waiver, PartError> {
+fn waiver(i: usize, table: &Table) -> Result<Waiver, PartError> {
     let mut keys = TableKeys::new(format!("waiver {}", i + 1), table);
     let (case, reason, until) = (keys.text("case")?, keys.text("reason")?, keys.date("until")?);
     keys.finish()?;

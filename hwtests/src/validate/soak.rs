@@ -233,7 +233,8 @@ fn again(
     Ok(wrong)
 }
 
-fn gemm((m, n, k): (u32, u32, u32), dtype: DType) -> OpSig {
+fn gemm(shape: (u32, u32, u32), dtype: DType) -> OpSig {
+    let (m, n, k) = shape;
     OpSig::Gemm { m, n, k, x: dtype, weight: dtype, out: dtype, bias: false, accumulate: false }
 }
 

@@ -61,7 +61,8 @@ pub(crate) fn get(
 /// The speeds of devices that divide a model, cached or measured now; those of equal devices are equal.
 pub(crate) fn speeds(
     devices: &[Arc<dyn Device>],
-    (config, shape_digest): (&ModelConfig, &str),
+    config: &ModelConfig,
+    shape_digest: &str,
     activations: DType,
     again: bool,
 ) -> Result<Vec<f64>> {

@@ -47,13 +47,13 @@ pub(crate) fn run(args: ServeArgs, settings: &ServeSettings) -> Result<()> {
     if !worker_engine.is_empty() {
         return run_server(async {
             let load = move |around: Around, options: &FrontArgs| {
-                load_engines((&worker_engine, kv_canary), options, around)
+                load_engines(&worker_engine, kv_canary, options, around)
             };
             front(options, &mut ServeSignals::new()?, load).await.map(drop)
         });
     }
     let load = move |around: Around, options: &FrontArgs| {
-        load(&model, (&instances, &remote, kv_exchange), options, around)
+        load(&model, &instances, &remote, kv_exchange, options, around)
     };
     run_server(async {
         let mut signals = ServeSignals::new()?;
@@ -234,7 +234,9 @@ fn stop(shutdown: &watch::Sender<Shutdown>, drain_s: f64) {
 
 fn load(
     model_args: &ModelArgs,
-    (instances, remote, kv_exchange): (&InstanceArgs, &RemoteArgs, Option<String>),
+    instances: &InstanceArgs,
+    remote: &RemoteArgs,
+    kv_exchange: Option<String>,
     args: &FrontArgs,
     around: Around,
 ) -> Result<(ServedModel, InstancePools)> {
@@ -249,7 +251,8 @@ fn load(
 
 /// Waits for the first engine that answers.
 fn load_engines(
-    (engines, kv_canary): (&[WorkerEngine], KvCanary),
+    engines: &[WorkerEngine],
+    kv_canary: KvCanary,
     args: &FrontArgs,
     around: Around,
 ) -> Result<(Arc<Gateway>, ())> {

@@ -26,7 +26,8 @@ pub(crate) fn of(
     share: &MemberShare,
     device: &dyn Device,
     given: GivenSizes,
-    (taken, sharing): (Bytes, usize),
+    taken: Bytes,
+    sharing: usize,
 ) -> Result<InstanceSize> {
     let info = device.info();
     let is_host = info.kind == DeviceKind::Cpu;

@@ -120,7 +120,7 @@ pub(crate) fn engine(
     };
     let digest = Digest::kept(&model.checkpoint);
     let has_disk = choice.instances.tiers.kv_ssd.is_some();
-    let instances = instances(model, args, &choice.instances, (&identity, &digest), env)?;
+    let instances = instances(model, args, &choice.instances, &identity, &digest, env)?;
     let context = context(model, &instances);
     let pools = InstancePools::of(&instances);
     let devices = instances.iter().flat_map(|(loaded, _)| loaded.devices().cloned()).collect();
@@ -201,7 +201,8 @@ pub(crate) fn instances(
     model: &LoadedModel,
     args: &ModelArgs,
     choice: &ServingDevices,
-    (identity, digest): (&Identity, &Digest),
+    identity: &Identity,
+    digest: &Digest,
     env: &SharedEnv,
 ) -> Result<Vec<(Loaded, CostModel)>> {
     let config = Arc::new(model.checkpoint.config.clone());
@@ -250,8 +251,8 @@ pub(crate) fn instances(
         let partition = match backends::attends_apart(selector) && group.is_none() {
             true => config.with_attention(members.len() - 1, choice.attn_split.unwrap_or_default()),
             false => {
-                let of = (&*config, &*model.shape_digest);
-                let speeds = calibration::speeds(&devices, of, model.activations, choice.recalibrate)?;
+                let (digest, x) = (&model.shape_digest, model.activations);
+                let speeds = calibration::speeds(&devices, &config, digest, x, choice.recalibrate)?;
                 let mut rest = &speeds[..];
                 let of_stage =
                     |stage: &Vec<String>| rest.split_off(..stage.len()).unwrap_or_default().to_vec();
@@ -276,7 +277,7 @@ pub(crate) fn instances(
             if let Some(own) = keeping.iter().position(|other| share.keeps_kv() && other == member) {
                 keeping.remove(own);
             }
-            let size = sizes::of(model, share, &*open.device, given, (taken, sharing))?;
+            let size = sizes::of(model, share, &*open.device, given, taken, sharing)?;
             placed.push((open.device, weights, size, share));
         }
         let fewest = |which: fn(&MemberShare) -> bool, of: fn(&InstanceSize) -> u32| {

@@ -223,8 +223,7 @@ impl WorkerEngine {
         let (key, model) = (key.as_deref(), self.model.as_deref());
         let engines = match self.instances {
             Some(count) => {
-                let places = (count as usize, system_lookup());
-                HttpEngine::behind_name(self.kind, &address, (key, model), places)
+                HttpEngine::behind_name(self.kind, &address, key, model, count as usize, system_lookup())
             }
             None => HttpEngine::new(self.kind, address, key, self.model.clone()).map(|engine| vec![engine]),
         };

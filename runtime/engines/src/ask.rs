@@ -235,7 +235,7 @@ impl HttpEngine {
             continued::check(call.endpoint, &object, &begun.text).map_err(not)?;
             let model: String = object.read("model").unwrap_or_default();
             let ids = self.tokens(own_model.unwrap_or(&model), &begun.text).await?;
-            continued::rewrite((self.kind, call.endpoint), &mut object, &begun.text, &ids).map_err(not)?;
+            continued::rewrite(self.kind, call.endpoint, &mut object, &begun.text, &ids).map_err(not)?;
             *tokens = to_u32(ids.len());
         }
         let mut stream = call.stream;

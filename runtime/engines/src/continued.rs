@@ -105,7 +105,8 @@ fn last_role(object: &RawObject<'_>) -> Option<String> {
 /// # Errors
 /// Why nothing can be left to generate.
 pub(crate) fn rewrite(
-    (kind, endpoint): (EngineKind, EngineEndpoint),
+    kind: EngineKind,
+    endpoint: EngineEndpoint,
     object: &mut RawObject<'_>,
     text: &str,
     ids: &[u32],
@@ -204,7 +205,7 @@ mod tests {
     fn the_text_so_far_becomes_the_end_of_the_prompt() {
         let written = |kind, endpoint, body: &str| {
             let mut object = object(body);
-            rewrite((kind, endpoint), &mut object, "so \"far", &[5, 6])
+            rewrite(kind, endpoint, &mut object, "so \"far", &[5, 6])
                 .map(|()| String::from_utf8(object.write()).unwrap())
         };
         let body = chat(r#","max_tokens":5.0"#);

@@ -160,8 +160,10 @@ impl HttpEngine {
     pub fn behind_name(
         kind: EngineKind,
         address: &EngineAddress,
-        (key, model): (Option<&str>, Option<&str>),
-        (count, lookup): (usize, NameLookup),
+        key: Option<&str>,
+        model: Option<&str>,
+        count: usize,
+        lookup: NameLookup,
     ) -> Result<Vec<Self>, String> {
         if address.is_https() {
             return Err("engines behind one name are reached by http:// alone: name each".into());

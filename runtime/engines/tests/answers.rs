@@ -109,8 +109,8 @@ fn each_address_that_a_name_stands_for_is_an_engine() {
         Box::pin(async move { told.map_err(std::io::Error::other) })
     });
     let address: EngineAddress = "http://engines.test".parse().unwrap();
-    let keyed = (Some("k3y"), None);
-    let engines = HttpEngine::behind_name(EngineKind::Vllm, &address, keyed, (2, lookup)).unwrap();
+    let key = Some("k3y");
+    let engines = HttpEngine::behind_name(EngineKind::Vllm, &address, key, None, 2, lookup).unwrap();
     assert_eq!(engines[1].name(), "vllm:engines.test#2");
     let tell = |now: Result<Vec<SocketAddr>, &'static str>| {
         *listed.lock().unwrap() = now;
@@ -147,7 +147,7 @@ fn each_address_that_a_name_stands_for_is_an_engine() {
     let secure = "https://engines.test".parse::<EngineAddress>();
     if let Ok(secure) = secure {
         let none = || system_lookup();
-        assert!(HttpEngine::behind_name(EngineKind::Vllm, &secure, keyed, (2, none())).is_err());
+        assert!(HttpEngine::behind_name(EngineKind::Vllm, &secure, key, None, 2, none()).is_err());
     }
 }
 

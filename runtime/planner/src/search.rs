@@ -179,7 +179,8 @@ impl<'a> PlanSearch<'a> {
         self.sort(&mut outcome);
         self.keep_the_cheapest(&mut outcome);
         let stresses = on_all_cores(STRESSES.len() * outcome.fleets.len(), |at| {
-            self.attained(&outcome.fleets[at / STRESSES.len()], STRESSES[at % STRESSES.len()])
+            let (load, times) = STRESSES[at % STRESSES.len()];
+            self.attained(&outcome.fleets[at / STRESSES.len()], load, times)
         });
         let attained: Vec<Option<f64>> = stresses.into_iter().collect::<Result<_>>()?;
         outcome.complete &= attained.iter().all(Option::is_some);
@@ -197,7 +198,7 @@ impl<'a> PlanSearch<'a> {
     }
 
     /// Simulates a fleet with a multiple of the load, and of the times of its devices.
-    fn attained(&self, fleet: &ProvenFleet, (load, times): (f64, f64)) -> Result<Option<f64>> {
+    fn attained(&self, fleet: &ProvenFleet, load: f64, times: f64) -> Result<Option<f64>> {
         let file = fleet.file.clone().slowed(|_| times);
         let counts: Vec<u32> = fleet.pools.iter().map(|pool| pool.count).collect();
         let choices = Choices { policy: fleet.policy, ..Choices::default() };

@@ -191,13 +191,13 @@ impl Chart<'_> {
             HEIGHT + legend.height(series.len()),
             escape(&label)
         );
-        axes(&mut svg, (x, &horizontal), (y, &vertical));
+        axes(&mut svg, x, &horizontal, y, &vertical);
         if roof.len() > 1 {
             let points = path(&roof, &horizontal, &vertical);
             let _ = write!(svg, "<polyline class=\"roof\" points=\"{points}\"/>");
         }
         for (i, (series, points)) in series.iter().zip(&shown).enumerate() {
-            self.curve(&mut svg, (i, series), points, (&horizontal, &vertical));
+            self.curve(&mut svg, i, series, points, &horizontal, &vertical);
             legend.entry(&mut svg, i, series);
         }
         for limit in limits {
@@ -233,9 +233,11 @@ impl Chart<'_> {
     fn curve(
         &self,
         svg: &mut String,
-        (i, series): (usize, &Series),
+        i: usize,
+        series: &Series,
         points: &[(f64, f64)],
-        (horizontal, vertical): (&AxisSpan, &AxisSpan),
+        horizontal: &AxisSpan,
+        vertical: &AxisSpan,
     ) {
         let (colour, name) = (colour(i), escape(&series.name));
         if series.mark != Mark::Dots && points.len() > 1 {
@@ -265,7 +267,8 @@ impl Chart<'_> {
             // a point on its own is no part of a curve that shows where to look
             let radius = if points.len() == 1 { 5.0 } else { 3.2 };
             for p in points {
-                svg.push_str(&marker(i, place(p), radius, &values(p)));
+                let (x, y) = place(p);
+                svg.push_str(&marker(i, x, y, radius, &values(p)));
             }
         }
     }
@@ -290,7 +293,7 @@ fn dash(i: usize) -> String {
 }
 
 /// Returns the mark of the `i`th series. Neighbours differ in form too, for those who see no colours.
-fn marker(i: usize, (x, y): (f64, f64), r: f64, inside: &str) -> String {
+fn marker(i: usize, x: f64, y: f64, r: f64, inside: &str) -> String {
     let colour = colour(i);
     let outline = match (i + i / COLOURS) % COLOURS {
         0 => {
@@ -346,7 +349,7 @@ impl Legend {
             dash(i)
         );
         if series.mark != Mark::Line || series.points.len() == 1 {
-            svg.push_str(&marker(i, (x + 14.0, y), 4.0, ""));
+            svg.push_str(&marker(i, x + 14.0, y, 4.0, ""));
         }
         // the width was made of whole characters, and rounding is not to take one
         let room = to_usize(to_u32((self.width - ENTRY.0) / CHARACTER + 1e-6));
@@ -391,7 +394,7 @@ fn line(svg: &mut String, limit: Limit, horizontal: &AxisSpan, vertical: &AxisSp
     let _ = write!(svg, "<text x=\"{:.1}\" y=\"{:.1}\">{}</text>", at.0, at.1, escape(name));
 }
 
-fn axes(svg: &mut String, (x, horizontal): (PlotAxis, &AxisSpan), (y, vertical): (PlotAxis, &AxisSpan)) {
+fn axes(svg: &mut String, x: PlotAxis, horizontal: &AxisSpan, y: PlotAxis, vertical: &AxisSpan) {
     let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
     for tick in horizontal.ticks() {
         let at = horizontal.at(tick);
@@ -490,7 +493,7 @@ mod tests {
 
     #[test]
     fn as_many_series_are_told_apart_as_there_may_be() {
-        let looks = |i: usize| (marker(i, (0.0, 0.0), 3.0, ""), colour(i) + &dash(i));
+        let looks = |i: usize| (marker(i, 0.0, 0.0, 3.0, ""), colour(i) + &dash(i));
         for i in 0..DISTINCT_MAX {
             for j in 0..i {
                 assert!(looks(i).0 != looks(j).0 && looks(i).1 != looks(j).1, "{i} and {j}");

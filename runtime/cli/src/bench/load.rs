@@ -67,8 +67,8 @@ impl BenchLoad {
         let bar = ProgressBar::new(count as u64);
         let began = Instant::now();
         let answers = match self {
-            BenchLoad::Clients(clients, requests, lengths) => {
-                by_clients(target, (*clients, *requests), *lengths, &bar).await
+            BenchLoad::Clients(clients, requests, (prompt_tokens, answer_tokens)) => {
+                by_clients(target, *clients, *requests, *prompt_tokens, *answer_tokens, &bar).await
             }
             BenchLoad::Trace(requests, block_tokens) => by_trace(target, requests, *block_tokens, &bar).await,
         };
@@ -79,8 +79,10 @@ impl BenchLoad {
 
 async fn by_clients(
     target: &Arc<BenchTarget>,
-    (clients, requests): (u32, u32),
-    (prompt_tokens, answer_tokens): (u32, u32),
+    clients: u32,
+    requests: u32,
+    prompt_tokens: u32,
+    answer_tokens: u32,
     bar: &ProgressBar,
 ) -> Vec<Result<TokenTimes>> {
     let next = Arc::new(AtomicU32::new(0));

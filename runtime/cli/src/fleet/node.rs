@@ -57,7 +57,8 @@ pub(super) fn check(args: &WorkerArgs) -> Result<()> {
 pub(super) fn open(
     args: &WorkerArgs,
     model: &LoadedModel,
-    (identity, digest): (&Identity, &Digest),
+    identity: &Identity,
+    digest: &Digest,
 ) -> Result<(Loaded, CostModel, Option<f64>)> {
     let (instances, config) = (&args.instances, Arc::new(model.checkpoint.config.clone()));
     let all = instances.tiers.kv_dram.unwrap_or_default();

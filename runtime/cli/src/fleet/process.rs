@@ -278,7 +278,7 @@ async fn load(
     env: SharedEnv,
 ) -> Result<(Vec<(Loaded, CostModel)>, Vec<Option<f64>>)> {
     if args.role.keeps() {
-        let (loaded, cost, price) = node::open(args, &model, (&identity, &digest))?;
+        let (loaded, cost, price) = node::open(args, &model, &identity, &digest)?;
         return Ok((vec![(loaded, cost)], vec![price]));
     }
     let mut chosen = serve::chosen(&args.instances);
@@ -290,7 +290,7 @@ async fn load(
     }
     let model_args = args.model.clone();
     let loading = tokio::task::spawn_blocking(move || {
-        let loaded = start::instances(&model, &model_args, &chosen, (&identity, &digest), &env)?;
+        let loaded = start::instances(&model, &model_args, &chosen, &identity, &digest, &env)?;
         let prices = chosen.devices.iter().map(|d| chosen.prices.get(&d.device).copied()).collect();
         Ok((loaded, prices))
     });

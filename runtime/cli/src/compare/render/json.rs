@@ -9,7 +9,9 @@ pub(in crate::compare) fn document(comparison: &PartsComparison) -> Value {
     let PartsComparison { model, demand, basis, devices, classified, likely_errors, without_offer, warnings } =
         comparison;
     let predicted = classified.iter().zip(likely_errors.iter().copied());
-    let mut devices: Vec<Value> = devices.iter().zip(predicted).map(|(d, p)| device(d, p, *basis)).collect();
+    let described =
+        devices.iter().zip(predicted).map(|(d, (c, likely_error))| device(d, c, likely_error, *basis));
+    let mut devices: Vec<Value> = described.collect();
     for (at, device) in devices.iter_mut().enumerate() {
         device["in_doubt"] = json!(comparison.is_in_doubt(at));
     }
@@ -38,7 +40,7 @@ pub(in crate::compare) fn document(comparison: &PartsComparison) -> Value {
     })
 }
 
-fn device(device: &Compared, (classified, likely_error): (&Classified, Option<f64>), basis: Basis) -> Value {
+fn device(device: &Compared, classified: &Classified, likely_error: Option<f64>, basis: Basis) -> Value {
     let per_dollar: Vec<Value> = device
         .per_dollar()
         .into_iter()
