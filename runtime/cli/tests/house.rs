@@ -3,7 +3,9 @@
 mod names;
 mod prints;
 mod release;
+mod shrink;
 mod size;
+mod tuples;
 mod unsafe_code;
 
 use cargo_metadata::camino::Utf8Path;
@@ -615,8 +617,8 @@ fn the_walks_through_the_runtime_are_short_and_name_functions_that_exist() {
 
 /// Whether a file is part of a crate's library or binary.
 fn is_product(path: &str) -> bool {
-    let in_source = path.split('/').any(|part| part == "src");
-    in_source && !path.ends_with("/tests.rs") && !path.ends_with("_tests.rs")
+    let is_in = |directory: &str| path.split('/').any(|part| part == directory);
+    is_in("src") && !is_in("tests") && !path.ends_with("/tests.rs") && !path.ends_with("_tests.rs")
 }
 
 /// Test binaries beside a crate's one, each of which is linked by itself, and why.
