@@ -166,8 +166,7 @@ pub(super) const PARTS: &[Metric] = &[
     ),
 ];
 
-const QUIET: &str =
-    "Quiet the machine and measure again: docs/how-to/measure-a-device.md, 'A quiet machine'.";
+const QUIET: &str = "Quiet the machine, measure again: docs/how-to/measure-a-device.md, 'A quiet machine'.";
 
 pub(super) const FLAGS: &[Metric] = &[
     word(

@@ -3,7 +3,7 @@
 //!
 //! All decisions are made by `mixfleet_scheduler::fleet`; `engine` runs the batch machine of each instance,
 //! and `network` models the links between them. It uses one thread and only seeded randomness: equal inputs
-//! give equal outputs, byte by byte. docs/explanation/simulator.md describes what is modelled and what is not.
+//! give equal outputs, byte by byte. docs/explanation/simulator.md describes what is modelled.
 
 mod agenda;
 mod classes;
