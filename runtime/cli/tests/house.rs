@@ -3,6 +3,7 @@
 mod names;
 mod prints;
 mod release;
+mod results;
 mod shrink;
 mod size;
 mod tuples;
@@ -585,8 +586,7 @@ fn walked(text: &str) -> Vec<(&str, Vec<&str>)> {
 }
 
 /// The walks of docs/ARCHITECTURE.md, each with the number of files that it may pass.
-const WALKS: &[(&str, usize)] =
-    &[("A request on two instances", 12), ("A KV block", 7), ("A weight", 4)];
+const WALKS: &[(&str, usize)] = &[("A request on two instances", 12), ("A KV block", 7), ("A weight", 4)];
 
 #[test]
 fn the_walks_through_the_runtime_are_short_and_name_functions_that_exist() {
