@@ -1,8 +1,9 @@
 //! Decides everything from numbers; touches nothing.
 //!
-//! Two state machines, both pure: the fleet's (placement, admission) and the instance's (batch
-//! formation, chunking, preemption, eviction). Events and the time come in, actions go out. The
-//! same machines run under the simulator's clock and under the server's.
+//! Three state machines, all pure: the fleet's (placement, admission), the instance's (batch
+//! formation, chunking, preemption, eviction) and that of KV transfers between instances (hand-off,
+//! pull, copy, replay). Events and the time come in, actions go out. The same machines run under the
+//! simulator's clock and under the server's.
 //!
 //! What is absent: clocks, threads, files, sockets, devices, tokens' meaning, unseeded randomness.
 
@@ -27,3 +28,4 @@ pub mod plan;
 pub mod quarantine;
 pub mod sizing;
 pub mod table;
+pub mod transfer;
