@@ -3,13 +3,13 @@
 //! An instance's reports come in their order. After a placement the first token may come from another
 //! instance than the others, though, over a slower connection: tokens that come before it wait.
 
-use super::coordinator::{Coordinator, Stage};
-use super::messages::Order;
+use super::coordinator::Coordinator;
+use super::transfers::Transferred;
 use crate::request::{Failure, FinishReason, Logprobs, Update};
-use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{Error, ErrorKind};
 use mixfleet_scheduler::batch::RequestId;
-use mixfleet_scheduler::fleet::{Action, Event, InstanceId, RejectReason};
+use mixfleet_scheduler::fleet::{Action, Event, RejectReason};
+use mixfleet_scheduler::transfer::Reporter;
 
 /// A token that an instance drew.
 pub(super) struct Drawn {
@@ -19,52 +19,40 @@ pub(super) struct Drawn {
 }
 
 impl Coordinator {
-    /// Handles token `index` of the answer to a request, from one of its current instances.
-    pub(super) fn drawn(&mut self, instance: InstanceId, request: RequestId, index: u32, drawn: Drawn) {
-        let tracked = self.requests.get_mut(&request).expect("checked by the caller");
-        let (token, next) = (drawn.token, to_u32(tracked.generated.len()));
-        let wrong = if token >= self.vocabulary {
-            format!("it drew token {token}, which the model does not have")
-        } else if index == next {
-            self.append(instance, request, drawn);
-            return self.append_early(request);
-        } else if index > next
-            && index < tracked.wanted.max_tokens
-            && instance == tracked.decode
-            && instance != tracked.prefill
-        {
-            tracked.early.insert(index, drawn);
+    /// Handles token `index` of the answer to a request, which the transfer machine puts in its place.
+    pub(super) fn drawn(&mut self, by: Reporter, index: u32, drawn: Drawn) {
+        let Some(tracked) = self.requests.get(&by.request) else { return };
+        if !self.transfers.is_current(by) {
             return;
-        } else {
-            format!("it drew token {index} of its answer, of which {next} are there")
-        };
-        self.failed(instance, &Error::new(ErrorKind::Corrupt, format!("request {request}: {wrong}")));
+        }
+        if drawn.token >= self.vocabulary {
+            let wrong = format!("it drew token {}, which the model does not have", drawn.token);
+            return self.distrust(by, &wrong);
+        }
+        if index >= tracked.wanted.max_tokens {
+            let wrong = format!("it drew token {index} of an answer of {}", tracked.wanted.max_tokens);
+            return self.distrust(by, &wrong);
+        }
+        self.transfer(Transferred::Drawn { by, index, token: drawn, at: self.env.now() });
     }
 
-    /// Appends the tokens that waited for the one before them.
-    fn append_early(&mut self, request: RequestId) {
-        while let Some(tracked) = self.requests.get_mut(&request)
-            && let Some(drawn) = tracked.early.remove(&to_u32(tracked.generated.len()))
-        {
-            let decode = tracked.decode;
-            self.append(decode, request, drawn);
-        }
+    /// Gives up an instance that reports what cannot be.
+    pub(super) fn distrust(&mut self, by: Reporter, wrong: &str) {
+        let detail = format!("request {}: {wrong}", by.request);
+        self.failed(by.instance, &Error::new(ErrorKind::Corrupt, detail));
     }
 
     /// Appends the next token to the answer to a request, and ends it with its last one.
-    fn append(&mut self, instance: InstanceId, request: RequestId, drawn: Drawn) {
+    pub(super) fn append(&mut self, by: Reporter, drawn: Drawn) {
+        let Reporter { instance, request, .. } = by;
         let Drawn { token, logprobs, finish } = drawn;
-        let tracked = self.requests.get_mut(&request).expect("checked by the caller");
+        // An answer may end with a token that came before this one.
+        let Some(tracked) = self.requests.get_mut(&request) else { return };
+        let Some(decode) = self.transfers.place(request).map(|place| place.decode) else { return };
         let first = tracked.generated.is_empty();
         tracked.generated.push(token);
-        match tracked.stage {
-            _ if instance == tracked.decode => {}
-            // The two reports came over different connections.
-            Stage::Joined => self.metrics.kv_exposed_s.observe(0.0),
-            _ => tracked.stage = Stage::Computed { at: self.env.now() },
-        }
         self.note_token(request);
-        let event = if first || instance != self.requests[&request].decode {
+        let event = if first || instance != decode {
             Event::PrefillDone { request, instance }
         } else {
             Event::DecodeStep { instance, requests: vec![request], tokens: 1 }
@@ -89,11 +77,9 @@ impl Coordinator {
         }
         self.note_over(request, &tracked.wanted, true);
         tracked.tell(Update::Finished { reason });
-        self.offer(request, &tracked);
+        self.offer(request, decode, &tracked);
         self.fleet_step(Event::Finished { request });
-        if instance != tracked.decode || finish.is_none() {
-            self.send(tracked.decode, Order::Cancel { request });
-        }
+        self.transfer(Transferred::Finished { request, instance, knows: finish.is_some() });
     }
 
     /// Gives up a request whose prompt is computed. Its client gets no token, so that it gets the status of

@@ -2,12 +2,13 @@
 //!
 //! Routers and peers are other processes, one of which may be broken or hostile: an invalid order is refused.
 
-use super::messages::{HandOff, Job, Lacking, Source};
+use super::messages::{HandOff, Job, Lacking};
 use super::worker::Worker;
 use crate::grammar::GRAMMAR_BYTES_MAX;
 use mixfleet_hal::{DType, Error, Result};
 use mixfleet_scheduler::batch::Urgency;
 use mixfleet_scheduler::fleet::InstanceId;
+use mixfleet_scheduler::transfer::PrefixSource;
 
 /// Maximum staging memory of one receiver, and of its slots: the sender allocates as much.
 const LANDING_BYTES_MAX: u64 = 1 << 30;
@@ -115,7 +116,7 @@ impl Worker {
         &self,
         job: &Job,
         hand_off: Option<&HandOff>,
-        pull: Option<Source>,
+        pull: Option<PrefixSource>,
     ) -> Result<()> {
         self.check_computes()?;
         let here = if hand_off.is_some() { job.length() as u64 } else { job.length_max() };

@@ -2,11 +2,10 @@
 //! every token reaches the client exactly once.
 
 use super::answers::Drawn;
-use super::copies::CopyInProgress;
 use super::directory::Directory;
 use super::identity::Identity;
-use super::messages::{EndNotice, FromWorker, Job, Order, Report, Source};
-use super::transfers;
+use super::messages::{EndNotice, FromWorker, Order, Report};
+use super::transfers::{Room, Transferred};
 use super::watch::KvLinks;
 use crate::env::SharedEnv;
 use crate::front::{Decision, Front, Placed};
@@ -20,9 +19,12 @@ use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{BatchLoad, RequestId, Urgency};
-use mixfleet_scheduler::fleet::{Action, Arrival, Event, InstanceId, Objective, PromptChain, RejectReason};
+use mixfleet_scheduler::fleet::{
+    Action, Arrival, Event, Explanation, InstanceId, Objective, PromptChain, RejectReason,
+};
 use mixfleet_scheduler::kv::hash::PrefixHasher;
 use mixfleet_scheduler::quarantine::Quarantine;
+use mixfleet_scheduler::transfer::{KvTransfers, PrefixSource, Reporter};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use tokio::sync::mpsc::error::TrySendError;
@@ -55,39 +57,20 @@ impl InstanceHandle {
     }
 }
 
-/// The stage of a placement.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Stage {
-    /// Its prompt is not computed yet, or it decodes where it was computed.
-    Placed,
-    /// Its prompt was computed on another instance than the one that decodes it.
-    Computed { at: Seconds },
-    /// All of its KV was sent to where it decodes.
-    Joined,
-}
-
 /// A request in progress.
 pub(super) struct Tracked {
     pub(super) wanted: Arc<GenerateRequest>,
     updates: UpdateSender,
     /// Tokens that the client has.
     pub(super) generated: Vec<u32>,
-    /// Tokens of the decode instance that came before the first one, which another instance draws, by index.
-    pub(super) early: BTreeMap<u32, Drawn>,
-    pub(super) attempt: u32,
     /// The objective, which stays when an instance is lost.
     pub(super) objective: Objective,
     /// The place in the order, which stays when an instance is lost.
     pub(super) urgency: Urgency,
     /// Predicted time at which its KV is where it decodes.
     pub(super) ready: Seconds,
-    pub(super) prefill: InstanceId,
-    pub(super) decode: InstanceId,
-    /// The instance that lends a part of the prefix; none once it has been sent.
-    pub(super) pull: Option<Source>,
     /// When the client was told that work on it began.
     pub(super) started_at: Option<Seconds>,
-    pub(super) stage: Stage,
     placed_at: Seconds,
     /// Time at which its instances were last given an order.
     pub(super) asked_at: Seconds,
@@ -146,8 +129,10 @@ pub(super) struct Coordinator {
     pub(super) metrics: Metrics,
     /// Requests by id: those that end together end in this order.
     pub(super) requests: BTreeMap<RequestId, Tracked>,
-    /// Prefixes that are being copied ahead of demand.
-    pub(super) copies: BTreeMap<RequestId, CopyInProgress>,
+    /// Where requests and copies are, and what they wait for.
+    pub(super) transfers: KvTransfers<Drawn>,
+    /// Prefixes that are being copied ahead of demand, as prompts.
+    pub(super) copies: BTreeMap<RequestId, Arc<GenerateRequest>>,
     /// Requests that lost their place and have no other yet, with the times at which they fail.
     pub(super) unplaced: BTreeMap<RequestId, Seconds>,
     /// Requests that may have ended instances.
@@ -267,7 +252,7 @@ impl Coordinator {
         let objective = arrival.objective;
         let Decision { verdict, explanation, .. } = self.decide(arrival, &wanted, &wanted.prompt_ids);
         match verdict {
-            Ok(Placed { prefill, decode, pull, urgency }) => {
+            Ok(placed) => {
                 if admitted.send(Ok(())).is_err() {
                     self.fleet_step(Event::Cancelled { request });
                     return;
@@ -277,27 +262,20 @@ impl Coordinator {
                     wanted,
                     updates,
                     generated: Vec::new(),
-                    attempt: 0,
                     objective,
-                    urgency,
-                    ready: self.env.now() + explanation.ready_in(),
-                    prefill,
-                    decode,
-                    pull: transfers::source(pull, &explanation),
+                    urgency: placed.urgency,
+                    ready: self.env.now(),
                     started_at: None,
-                    stage: Stage::Placed,
                     placed_at: self.env.now(),
                     asked_at: self.env.now(),
-                    early: BTreeMap::new(),
                     losses: Vec::new(),
                     waits_apart: false,
                     generated_before: 0,
                     refusals: 0,
                     _watched,
                 };
-                self.placements.decided(&tracked.wanted.id, &explanation, &[]);
                 self.requests.insert(request, tracked);
-                self.start(request);
+                self.start(request, &placed, &explanation);
             }
             Err((reason, retry_after)) => {
                 self.placements.decided(&wanted.id, &explanation, &[]);
@@ -323,50 +301,33 @@ impl Coordinator {
         watched
     }
 
-    /// Sends a placed request to its instances; for a split one, room is made at the receiver first.
-    pub(super) fn start(&mut self, request: RequestId) {
+    /// Sends a placed request to its instances.
+    pub(super) fn start(&mut self, request: RequestId, placed: &Placed, explanation: &Explanation) {
         let now = self.env.now();
+        let Placed { prefill, decode, pull, .. } = *placed;
         let tracked = self.requests.get_mut(&request).expect("placed by the caller");
+        tracked.ready = now + explanation.ready_in();
         tracked.asked_at = now;
         tracked.generated_before = tracked.generated.len();
-        self.note_try(request);
+        self.placements.decided(&tracked.wanted.id, explanation, &[]);
+        let device = |id| self.instances[&id].device.clone();
+        tracked.tell_place(device(prefill), device(decode));
+        let pull = PrefixSource::of(pull, explanation);
+        self.transfer(Transferred::Placed { request, prefill, decode, pull });
+        self.note_try(request, prefill);
         self.begin_watch();
-        let tracked = &self.requests[&request];
-        let devices = [tracked.prefill, tracked.decode].map(|id| self.instances[&id].device.clone());
-        let [prefill, decode] = devices;
-        tracked.tell_place(prefill, decode);
-        if tracked.prefill == tracked.decode {
-            let (job, pull) = (self.job(request, tracked.prefill), tracked.pull);
-            self.send(tracked.prefill, Order::Add { job, hand_off: None, pull });
-        } else {
-            let job = self.job(request, tracked.decode);
-            self.send(tracked.decode, Order::Reserve { job, sender: tracked.prefill });
-        }
-    }
-
-    pub(super) fn job(&self, request: RequestId, on: InstanceId) -> Job {
-        let Tracked { wanted, generated, attempt, urgency, ready, .. } = &self.requests[&request];
-        Job {
-            request,
-            urgency: Urgency { due: self.began + urgency.due, ..*urgency },
-            ready: self.began + *ready,
-            attempt: *attempt,
-            wanted: wanted.clone(),
-            generated: generated.clone(),
-            hasher: self.hasher(wanted, self.instances[&on].kv),
-        }
     }
 
     pub(super) fn send(&self, instance: InstanceId, order: Order) {
         self.directory.order(instance, order);
     }
 
-    #[expect(clippy::too_many_lines, reason = "one arm for each report")]
     pub(super) fn report(&mut self, instance: InstanceId, message: FromWorker) {
         let now = self.env.now();
         if let Some(handle) = self.instances.get_mut(&instance) {
             handle.heard_at = now;
         }
+        let by = |request, attempt| Reporter { instance, request, attempt };
         match message {
             FromWorker::Up { instance, kv, codes, silence_max } => {
                 self.up(*instance, (kv, codes), silence_max);
@@ -378,25 +339,21 @@ impl Coordinator {
             _ if !self.instances.contains_key(&instance) => {}
             FromWorker::Link { to, cost } => self.link_up(instance, to, cost),
             FromWorker::Admitted { request, attempt, tokens_cached } => {
-                if self.is_current(instance, request, attempt) {
-                    self.admitted(request, tokens_cached);
-                }
+                self.admitted(by(request, attempt), tokens_cached);
             }
             FromWorker::Reserved { request, attempt, lacking, landing } => {
-                self.reserved(instance, request, attempt, lacking, landing);
+                let room = Room { lacking, landing };
+                self.transfer(Transferred::Reserved { by: by(request, attempt), room });
             }
-            FromWorker::Kept { request } => {
-                self.end_copy(request, true);
-            }
+            FromWorker::Kept { request } => self.transfer(Transferred::Kept { request }),
             FromWorker::Revoked { request, attempt } => {
-                if !self.end_copy(request, false) && self.is_current(instance, request, attempt) {
-                    self.fleet_step(Event::Cancelled { request });
-                    self.replay(request);
-                }
+                self.transfer(Transferred::Revoked { by: by(request, attempt) });
             }
             FromWorker::Refused { request, attempt, sender, reason } => {
-                if !self.end_copy(request, false) && self.is_current(instance, request, attempt) {
+                if self.transfers.is_current(by(request, attempt)) {
                     self.refused(request, (sender, instance), reason);
+                } else {
+                    self.transfer(Transferred::CopyFailed { request });
                 }
             }
             FromWorker::Progress { request, tokens } => {
@@ -404,22 +361,16 @@ impl Coordinator {
             }
             FromWorker::LinkDown { to } => self.link_down(instance, to),
             FromWorker::Joined { request } => {
-                let tracked = self.requests.get_mut(&request).filter(|t| t.decode == instance);
-                if let Some(tracked) = tracked
-                    && let Stage::Computed { at } = std::mem::replace(&mut tracked.stage, Stage::Joined)
-                {
-                    self.metrics.kv_exposed_s.observe((self.env.now() - at).0);
-                }
-                self.fleet_step(Event::TransferDone { request, instance });
+                self.transfer(Transferred::Joined { request, instance, at: now });
             }
             FromWorker::Drawn { request, attempt, index, token, logprobs, finish } => {
-                if self.is_current(instance, request, attempt) {
-                    self.drawn(instance, request, index, Drawn { token, logprobs, finish });
-                }
+                self.drawn(by(request, attempt), index, Drawn { token, logprobs, finish });
             }
             FromWorker::RequestFailed { request, attempt, failure } => {
-                if !self.end_copy(request, false) && self.is_current(instance, request, attempt) {
+                if self.transfers.is_current(by(request, attempt)) {
                     self.fail(request, failure);
+                } else {
+                    self.transfer(Transferred::CopyFailed { request });
                 }
             }
             FromWorker::Stored { tier, hashes } => {
@@ -440,18 +391,13 @@ impl Coordinator {
         }
     }
 
-    /// Whether a report belongs to the current placement: reports of an earlier one may be late, and other
-    /// instances have no say.
-    fn is_current(&self, instance: InstanceId, request: RequestId, attempt: u32) -> bool {
-        self.requests.get(&request).is_some_and(|tracked| {
-            tracked.attempt == attempt && [tracked.prefill, tracked.decode].contains(&instance)
-        })
-    }
-
-    fn admitted(&mut self, request: RequestId, tokens_cached: u32) {
-        let now = self.env.now();
-        let tracked = self.requests.get_mut(&request).expect("checked by the caller");
-        tracked.pull = None;
+    fn admitted(&mut self, by: Reporter, tokens_cached: u32) {
+        if !self.transfers.is_current(by) {
+            return;
+        }
+        self.transfer(Transferred::Admitted { by });
+        let (now, request) = (self.env.now(), by.request);
+        let tracked = self.requests.get_mut(&request).expect("it has a place");
         if tracked.started_at.is_none() {
             tracked.started_at = Some(now);
             tracked.tell(Update::Started { cached_tokens: tokens_cached });
@@ -466,7 +412,7 @@ impl Coordinator {
     fn client_left(&mut self, request: RequestId) {
         if let Some(tracked) = self.requests.remove(&request) {
             self.note_over(request, &tracked.wanted, false);
-            self.cancel_everywhere(request, &tracked);
+            self.transfer(Transferred::Cancelled { request });
             self.fleet_step(Event::Cancelled { request });
         }
     }
@@ -476,19 +422,8 @@ impl Coordinator {
         if let Some(tracked) = self.requests.remove(&request) {
             tracked.tell(Update::Failed(failure));
             self.note_over(request, &tracked.wanted, false);
-            self.cancel_everywhere(request, &tracked);
+            self.transfer(Transferred::Cancelled { request });
             self.fleet_step(Event::Cancelled { request });
-        }
-    }
-
-    pub(super) fn cancel_everywhere(&self, request: RequestId, tracked: &Tracked) {
-        let holder = tracked.pull.map(|source| source.holder);
-        for instance in [Some(tracked.prefill), Some(tracked.decode), holder]
-            .into_iter()
-            .flatten()
-            .collect::<BTreeSet<_>>()
-        {
-            self.send(instance, Order::Cancel { request });
         }
     }
 

@@ -3,7 +3,7 @@
 use super::compiled::{BegunGrammar, CompiledFor};
 use super::fault::{self, Fault, Outcome, Scope};
 use super::handoff::Outgoing;
-use super::messages::{FromWorker, HandOff, Job, KvMessage, Order, Source, ToWorker, Transfer};
+use super::messages::{FromWorker, HandOff, Job, KvMessage, Order, ToWorker, Transfer};
 use super::shaping::Shaping;
 use super::spans::WorkPhase;
 use super::tiers::InstanceTiers;
@@ -15,6 +15,7 @@ use mixfleet_hal::{Error, ErrorKind, Result};
 use mixfleet_scheduler::batch::{After, RequestId, TokenIds, Urgency};
 use mixfleet_scheduler::fleet::{InstanceId, Role};
 use mixfleet_scheduler::kv::Tier;
+use mixfleet_scheduler::transfer::PrefixSource;
 use std::collections::BTreeSet;
 
 impl Worker {
@@ -209,7 +210,7 @@ impl Worker {
         &mut self,
         job: Job,
         hand_off: Option<HandOff>,
-        pull: Option<Source>,
+        pull: Option<PrefixSource>,
         begun: Option<BegunGrammar>,
     ) -> Result<()> {
         let request = job.request;
@@ -225,13 +226,13 @@ impl Worker {
 
     fn copy(&mut self, job: Job, holder: InstanceId) -> Result<()> {
         let (request, until) = (job.request, to_u32(job.length()));
-        let (urgency, text) = self.begin(job, Some((Transfer::Prefix, Source { holder, until })), None);
+        let (urgency, text) = self.begin(job, Some((Transfer::Prefix, PrefixSource { holder, until })), None);
         self.machine_step(Event::Add { request, urgency, text, pulls: until, after: After::Keep })
     }
 
     fn reserve(&mut self, job: Job, holder: InstanceId, begun: Option<BegunGrammar>) -> Result<()> {
         let request = job.request;
-        let source = Source { holder, until: to_u32(job.length()) };
+        let source = PrefixSource { holder, until: to_u32(job.length()) };
         let (urgency, text) = self.begin(job, Some((Transfer::HandOff, source)), begun);
         self.machine_step(Event::Reserve { request, urgency, text })
     }
@@ -240,7 +241,7 @@ impl Worker {
     fn begin(
         &mut self,
         job: Job,
-        sender: Option<(Transfer, Source)>,
+        sender: Option<(Transfer, PrefixSource)>,
         begun: Option<BegunGrammar>,
     ) -> (Urgency, TokenIds) {
         let urgency = job.urgency;

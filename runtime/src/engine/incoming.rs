@@ -2,13 +2,14 @@
 
 use super::coverage::Coverage;
 use super::fault::{Fault, Outcome};
-use super::messages::{FromWorker, KvMessage, Lacking, Parcel, PieceId, Source, Transfer};
+use super::messages::{FromWorker, KvMessage, Lacking, Parcel, PieceId, Transfer};
 use super::pages::InstanceKv;
 use super::sender::Sender;
 use super::worker::{Event, Worker, queues};
 use mixfleet_hal::{DType, Error, ErrorKind, Queue, Result};
 use mixfleet_scheduler::batch::{Instance, RequestId, TokenIds};
 use mixfleet_scheduler::fleet::InstanceId;
+use mixfleet_scheduler::transfer::PrefixSource;
 use std::collections::HashMap;
 
 /// KV that a sequence waits for.
@@ -27,8 +28,13 @@ pub(super) struct Incoming {
 }
 
 impl Incoming {
-    fn new(attempt: u32, (transfer, source): (Transfer, Source), lacking: Lacking, layers: u32) -> Self {
-        let Source { holder: sender, until: length } = source;
+    fn new(
+        attempt: u32,
+        (transfer, source): (Transfer, PrefixSource),
+        lacking: Lacking,
+        layers: u32,
+    ) -> Self {
+        let PrefixSource { holder: sender, until: length } = source;
         let (settled, valid) = (Coverage::new(layers), length);
         Incoming { attempt, sender, transfer, lacking, length, layers, settled, valid, next: None }
     }
@@ -281,7 +287,7 @@ mod tests {
     }
 
     fn handed_off() -> Incoming {
-        let source = Source { holder: SENDER, until: 16 };
+        let source = PrefixSource { holder: SENDER, until: 16 };
         let mut incoming = Incoming::new(0, (Transfer::HandOff, source), Lacking::all(0), 1);
         assert!(incoming.hand_over(SENDER, 7));
         incoming
@@ -303,7 +309,7 @@ mod tests {
 
     #[test]
     fn of_layers_with_a_window_only_what_is_read_behind_the_prompt_is_awaited() {
-        let source = Source { holder: SENDER, until: 16 };
+        let source = PrefixSource { holder: SENDER, until: 16 };
         let lacking = Lacking { from: 4, read_from: vec![0, 8] };
         let mut incoming = Incoming::new(0, (Transfer::HandOff, source), lacking.clone(), 2);
         assert!(incoming.hand_over(SENDER, 7));

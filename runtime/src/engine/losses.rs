@@ -1,13 +1,13 @@
 //! Instances that are lost and return, and their requests: each is placed again from its prompt and the
 //! tokens that the client has, waits for a place where one may come, or fails.
 
-use super::coordinator::{Coordinator, InstanceHandle, Stage};
+use super::coordinator::{Coordinator, InstanceHandle};
 use super::messages::KvMessage;
 use super::suspects::ALONE_MAX;
-use super::transfers;
+use super::transfers::Transferred;
 use super::watch::check_instance;
 use crate::env::Task;
-use crate::front::{Decision, Placed};
+use crate::front::Decision;
 use crate::request::Failure;
 use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_i64;
@@ -63,8 +63,7 @@ impl Coordinator {
         let Some(InstanceHandle { device, .. }) = self.instances.remove(&instance) else { return };
         self.metrics.unload(&device);
         tracing::error!(%device, %error, "instance lost; its requests go on elsewhere");
-        self.pulls_lost(|holder, _| holder == instance);
-        self.drop_copies(|holder, receiver| [holder, receiver].contains(&instance));
+        self.transfer(Transferred::InstanceDown { instance });
         self.links.forget(instance);
         let lost = self.fleet_step(Event::InstanceDown { instance });
         self.count_instances();
@@ -87,13 +86,11 @@ impl Coordinator {
         if self.unplaced.get(&request).is_some_and(|until| now.0 < until.0) && self.waits_for_trial(request) {
             return;
         }
-        let Some(tracked) = self.requests.get(&request) else { return };
+        if !self.requests.contains_key(&request) {
+            return;
+        }
         self.quarantine.left(request);
-        self.cancel_everywhere(request, tracked);
-        let tracked = self.requests.get_mut(&request).expect("just found");
-        tracked.attempt += 1;
-        tracked.early.clear();
-        (tracked.stage, tracked.pull) = (Stage::Placed, None);
+        self.transfer(Transferred::Lost { request });
         if let Some((failure, certain)) = self.quarantined(request) {
             return if certain { self.fail(request, failure) } else { self.wait_for_place(request, failure) };
         }
@@ -113,14 +110,9 @@ impl Coordinator {
         let arrival = Arrival { objective, replay, ..self.arrival(request, &wanted, &tokens) };
         let Decision { verdict, explanation, .. } = self.decide(arrival, &wanted, &tokens);
         match verdict {
-            Ok(Placed { prefill, decode, pull, .. }) => {
-                let tracked = self.requests.get_mut(&request).expect("just found");
-                (tracked.prefill, tracked.decode) = (prefill, decode);
-                tracked.ready = now + explanation.ready_in();
-                tracked.pull = transfers::source(pull, &explanation);
+            Ok(placed) => {
                 self.unplaced.remove(&request);
-                self.placements.decided(&wanted.id, &explanation, &[]);
-                self.start(request);
+                self.start(request, &placed, &explanation);
             }
             Err((reason, _)) => {
                 let message = format!("its instance was lost, and it has no other place: {reason}");

@@ -3,7 +3,6 @@
 use crate::request::RouterId;
 use crate::request::{Failure, FinishReason, GenerateRequest, Logprobs};
 use mixfleet_hal::DType;
-use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::transport::Descriptor;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{BatchLoad, RequestId, Urgency};
@@ -12,6 +11,7 @@ use mixfleet_scheduler::fleet::{Instance, InstanceId, OthersWork, Role};
 use mixfleet_scheduler::kv::hash::PrefixHasher;
 use mixfleet_scheduler::kv::{BlockHash, Tier};
 use mixfleet_scheduler::quarantine::{AnswerMoment, RequestDigest};
+use mixfleet_scheduler::transfer::PrefixSource;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -113,23 +113,6 @@ pub(crate) enum Transfer {
     Prefix,
 }
 
-/// The sender of a part of a prompt's KV.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Source {
-    /// The instance that has it, or will have it.
-    pub(crate) holder: InstanceId,
-    /// End of the leading tokens that it can send.
-    pub(crate) until: u32,
-}
-
-impl Source {
-    /// Limits this to what a prompt of `tokens` tokens can use: whole blocks, and one token must be computed.
-    pub(crate) fn capped(self, tokens: usize, block_tokens: u32) -> Self {
-        let most = to_u32(tokens).saturating_sub(1) / block_tokens * block_tokens;
-        Source { until: self.until.min(most), ..self }
-    }
-}
-
 /// A piece of a request's KV: some tokens of one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PieceId {
@@ -161,7 +144,7 @@ pub(crate) struct Parcel {
 pub(crate) enum Order {
     /// Compute this prompt, then decode it here or hand it off. `pull` names the instance chosen to send more
     /// of its prefix.
-    Add { job: Job, hand_off: Option<HandOff>, pull: Option<Source> },
+    Add { job: Job, hand_off: Option<HandOff>, pull: Option<PrefixSource> },
     /// Make room for this prompt's KV, which `sender` will send.
     Reserve { job: Job, sender: InstanceId },
     /// Send the KV of this prompt's first `until` tokens to another instance, as far as it is here.

@@ -76,6 +76,7 @@ use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::cost::CostModel;
 use mixfleet_scheduler::fleet::{FleetConfig, InstanceId};
 use mixfleet_scheduler::quarantine::Quarantine;
+use mixfleet_scheduler::transfer::KvTransfers;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use tokio::sync::mpsc;
@@ -179,6 +180,7 @@ impl EngineParts {
             placements,
             metrics,
             requests: BTreeMap::new(),
+            transfers: KvTransfers::default(),
             copies: BTreeMap::new(),
             unplaced: BTreeMap::new(),
             quarantine: Quarantine::default(),

@@ -89,27 +89,30 @@ impl Coordinator {
     }
 
     /// A request was sent to its instances.
-    pub(super) fn note_try(&mut self, request: RequestId) {
-        if let Some(tried) = self.engine_try(request, None) {
+    pub(super) fn note_try(&mut self, request: RequestId, engine: InstanceId) {
+        if !self.quarantine.is_empty()
+            && let Some(tried) = self.engine_try(request, engine)
+        {
             self.quarantine.tried(&tried);
         }
     }
 
-    /// Its try at its instances, or of `engine`; none if no request is a suspect.
-    fn engine_try(&self, request: RequestId, ended: Option<InstanceId>) -> Option<EngineTry> {
+    fn engine_try(&self, request: RequestId, engine: InstanceId) -> Option<EngineTry> {
         let tracked = self.requests.get(&request)?;
-        if self.quarantine.is_empty() && ended.is_none() {
-            return None;
-        }
-        let engine = ended.unwrap_or(tracked.prefill);
         Some(EngineTry { request, digest: digest(&tracked.wanted), engine, began: tracked.asked_at })
+    }
+
+    /// The digest of a request that may be a suspect; none if no request is.
+    fn suspect(&self, request: RequestId) -> Option<RequestDigest> {
+        let tracked = self.requests.get(&request).filter(|_| !self.quarantine.is_empty())?;
+        Some(digest(&tracked.wanted))
     }
 
     /// An instance is lost that had these requests. All of them are noted before any is tried again,
     /// since one of them may be known to be the cause.
     pub(super) fn note_ends(&mut self, instance: InstanceId, requests: &[RequestId], is_certain: bool) {
         for &request in requests {
-            let Some(tried) = self.engine_try(request, Some(instance)) else { continue };
+            let Some(tried) = self.engine_try(request, instance) else { continue };
             let Some(tracked) = self.requests.get_mut(&request) else { continue };
             tracked.losses.push((instance, is_certain));
             let moment = tracked.moment();
@@ -152,8 +155,8 @@ impl Coordinator {
 
     /// Why a request that lost its place is not tried again, if so: that, and whether the losses are certain.
     pub(super) fn quarantined(&mut self, request: RequestId) -> Option<(Failure, bool)> {
-        let tried = self.engine_try(request, None)?;
-        let TryPermit::Refused(why) = self.quarantine.permit(tried.digest, self.env.now()) else {
+        let digest = self.suspect(request)?;
+        let TryPermit::Refused(why) = self.quarantine.permit(digest, self.env.now()) else {
             return None;
         };
         let losses = &self.requests.get(&request)?.losses;
@@ -164,8 +167,8 @@ impl Coordinator {
 
     /// Whether a request that lost its place waits, since another suspect is tried.
     pub(super) fn waits_for_trial(&mut self, request: RequestId) -> bool {
-        let Some(tried) = self.engine_try(request, None) else { return false };
-        self.quarantine.is_trying() && self.quarantine.permit(tried.digest, self.env.now()) != TryPermit::Free
+        let Some(digest) = self.suspect(request) else { return false };
+        self.quarantine.is_trying() && self.quarantine.permit(digest, self.env.now()) != TryPermit::Free
     }
 
     /// A token of a request came.

@@ -1,45 +1,104 @@
-//! The coordinator's part in KV transfers.
-//!
-//! Hand-off: the decode instance has made room, and the prompt is started. Pull: the prefill instance has
-//! made room, and the holder is asked for more of the prefix; on any failure the prefill instance is told not
-//! to wait, and computes the rest.
+//! The coordinator as the driver of the transfer machine: it tells it what instances report, and makes orders
+//! of its actions.
 
-use super::coordinator::{Coordinator, Stage, Tracked};
+use super::answers::Drawn;
+use super::coordinator::{Coordinator, Tracked};
 use super::handoff::wire_dtype;
-use super::messages::{HandOff, Lacking, Landing, Order, Source};
+use super::messages::{HandOff, Job, Lacking, Landing, Order};
 use mixfleet_hal::DType;
-use mixfleet_scheduler::batch::RequestId;
-use mixfleet_scheduler::fleet::{Event, Explanation, InstanceId, Pull};
+use mixfleet_scheduler::batch::Urgency;
+use mixfleet_scheduler::fleet::{Event, InstanceId};
+use mixfleet_scheduler::transfer::{self, Action, Reporter};
 
-/// The source of a placement's pull.
-pub(super) fn source(pull: Option<Pull>, explanation: &Explanation) -> Option<Source> {
-    Some(Source { holder: pull?.from, until: explanation.pulled_until()? })
+/// The room of an instance for KV that another one sends.
+pub(super) struct Room {
+    pub(super) lacking: Lacking,
+    pub(super) landing: Landing,
 }
 
+/// An input of the transfer machine.
+pub(super) type Transferred = transfer::Event<Room, Drawn>;
+
 impl Coordinator {
-    /// Continues once `instance` has room for what it lacks of a request.
-    pub(super) fn reserved(
-        &mut self,
-        instance: InstanceId,
-        request: RequestId,
-        attempt: u32,
-        lacking: Lacking,
-        landing: Landing,
-    ) {
-        let Some(tracked) = self.requests.get(&request).filter(|t| t.attempt == attempt) else {
-            return self.ask_for_copy(request, lacking, landing);
-        };
-        if instance == tracked.prefill {
-            return self.ask_holder(request, lacking, landing);
+    /// Tells the transfer machine an event, and carries out its actions.
+    pub(super) fn transfer(&mut self, event: Transferred) {
+        let mut actions = Vec::new();
+        self.transfers.step(event, &mut actions);
+        actions.into_iter().for_each(|action| self.carry_out(action));
+    }
+
+    fn carry_out(&mut self, action: Action<Room, Drawn>) {
+        match action {
+            Action::Add { to, hand_off, pull } => {
+                let Some(job) = self.job(to) else { return };
+                let hand_off = match hand_off {
+                    Some((receiver, room)) => match self.hand_off(to, receiver, room) {
+                        None => return,
+                        some => some,
+                    },
+                    None => None,
+                };
+                self.send(to.instance, Order::Add { job, hand_off, pull });
+            }
+            Action::Reserve { to, sender } => {
+                if let Some(job) = self.job(to) {
+                    self.send(to.instance, Order::Reserve { job, sender });
+                }
+            }
+            Action::Lend { to, until, receiver, room } => {
+                if let (Some(job), Some(hand_off)) = (self.job(to), self.hand_off(to, receiver, room)) {
+                    self.send(to.instance, Order::Lend { job, until, to: hand_off });
+                }
+            }
+            Action::NotLent { to: Reporter { instance, request, attempt } } => {
+                self.send(instance, Order::NotLent { request, attempt });
+            }
+            Action::Copy { to, source } => {
+                if let Some(job) = self.job(to) {
+                    self.send(to.instance, Order::Copy { job, holder: source.holder });
+                }
+            }
+            Action::Cancel { instance, request } => self.send(instance, Order::Cancel { request }),
+            Action::Token { by, token } => self.append(by, token),
+            Action::OutOfTurn { by, index, next } => {
+                self.distrust(by, &format!("it drew token {index} of its answer, of which {next} are there"));
+            }
+            Action::TransferDone { request, instance } => {
+                self.fleet_step(Event::TransferDone { request, instance });
+            }
+            Action::Exposed { time } => self.metrics.kv_exposed_s.observe(time.0),
+            Action::Unplace { request } => _ = self.fleet_step(Event::Cancelled { request }),
+            Action::PlaceAgain { request } => self.replay(request),
+            Action::CopyEnded { request, .. } => _ = self.copies.remove(&request),
         }
-        let Some(wire) = self.wire(tracked.prefill, tracked.decode) else { return };
-        let hand_off = HandOff { attempt, lacking, to: tracked.decode, landing, wire };
-        let (job, pull) = (self.job(request, tracked.prefill), tracked.pull);
-        self.send(tracked.prefill, Order::Add { job, hand_off: Some(hand_off), pull });
+    }
+
+    /// A request, or a copy, as one instance gets it.
+    fn job(&self, to: Reporter) -> Option<Job> {
+        let Reporter { instance, request, attempt } = to;
+        let kv = self.instances.get(&instance)?.kv;
+        if let Some(Tracked { wanted, generated, urgency, ready, .. }) = self.requests.get(&request) {
+            let urgency = Urgency { due: self.began + urgency.due, ..*urgency };
+            let (ready, hasher) = (self.began + *ready, self.hasher(wanted, kv));
+            let (wanted, generated) = (wanted.clone(), generated.clone());
+            return Some(Job { request, urgency, ready, attempt, wanted, generated, hasher });
+        }
+        let wanted = self.copies.get(&request)?;
+        let now = self.began + self.env.now();
+        let urgency = Urgency { gives_way: true, ..Urgency::due_at(now) };
+        let (wanted, hasher) = (wanted.clone(), self.hasher(wanted, kv));
+        Some(Job { request, urgency, ready: now, attempt, wanted, generated: Vec::new(), hasher })
+    }
+
+    /// What a sender is told of a receiver; none if one of them is lost.
+    fn hand_off(&self, sender: Reporter, to: InstanceId, room: Room) -> Option<HandOff> {
+        let Room { lacking, landing } = room;
+        let wire = self.wire(sender.instance, to)?;
+        Some(HandOff { attempt: sender.attempt, lacking, to, landing, wire })
     }
 
     /// The dtype of KV from one instance to another; none if one of them is lost.
-    pub(super) fn wire(&self, from: InstanceId, to: InstanceId) -> Option<DType> {
+    fn wire(&self, from: InstanceId, to: InstanceId) -> Option<DType> {
         let (from, to) = (self.instances.get(&from)?, self.instances.get(&to)?);
         Some(wire_dtype(from.kv, to.kv, from.codes && to.codes))
     }
@@ -47,41 +106,6 @@ impl Coordinator {
     /// Handles a closed link: requests whose KV was to be sent over it are placed again.
     pub(super) fn unlink(&mut self, from: InstanceId, to: InstanceId) {
         self.fleet_step(Event::LinkDown { from, to });
-        // A holder needs a link back as well, for credits.
-        self.pulls_lost(|holder, prefill| (holder, prefill) == (from, to) || (prefill, holder) == (from, to));
-        self.drop_copies(|holder, receiver| {
-            (holder, receiver) == (from, to) || (receiver, holder) == (from, to)
-        });
-        let under_way = |t: &Tracked| t.prefill == from && t.decode == to && t.stage != Stage::Joined;
-        let its = self.requests.iter().filter(|(_, t)| under_way(t)).map(|(&request, _)| request);
-        for request in its.collect::<Vec<RequestId>>() {
-            self.fleet_step(Event::Cancelled { request });
-            self.replay(request);
-        }
-    }
-
-    /// Asks the holder once the prefill instance has room for what it lacks.
-    fn ask_holder(&self, request: RequestId, lacking: Lacking, landing: Landing) {
-        let Tracked { pull, prefill, attempt, .. } = self.requests[&request];
-        let Some(Source { holder, until }) = pull else { return self.end_pull(request) };
-        let Some(wire) = self.wire(holder, prefill) else { return self.end_pull(request) };
-        let to = HandOff { attempt, lacking, to: prefill, landing, wire };
-        self.send(holder, Order::Lend { job: self.job(request, holder), until, to });
-    }
-
-    /// Tells the prefill instance not to wait for a prefix.
-    fn end_pull(&self, request: RequestId) {
-        let Tracked { prefill, attempt, .. } = self.requests[&request];
-        self.send(prefill, Order::NotLent { request, attempt });
-    }
-
-    /// Ends the pulls that `lost` selects by holder and receiver, which would not end by themselves.
-    pub(super) fn pulls_lost(&mut self, lost: impl Fn(InstanceId, InstanceId) -> bool) {
-        let is_lost = |t: &Tracked| t.pull.is_some_and(|Source { holder, .. }| lost(holder, t.prefill));
-        let its = self.requests.iter().filter(|(_, t)| is_lost(t)).map(|(&request, _)| request);
-        for request in its.collect::<Vec<RequestId>>() {
-            self.requests.get_mut(&request).expect("just found").pull = None;
-            self.end_pull(request);
-        }
+        self.transfer(Transferred::LinkDown { from, to });
     }
 }

@@ -3,7 +3,7 @@
 //! A receiver that has no memory for staging slots refuses one reservation. The link to it is paused for a
 //! moment, so that requests go elsewhere while others wait for memory to be freed, and is then tried again.
 
-use super::coordinator::{Coordinator, Tracked};
+use super::coordinator::Coordinator;
 use crate::request::Failure;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, ErrorKind};
@@ -111,11 +111,12 @@ impl Coordinator {
     /// Instances with work, and the latest time since which each has had it.
     fn busy(&self) -> BTreeMap<InstanceId, Seconds> {
         let mut busy = BTreeMap::new();
-        for Tracked { prefill, decode, asked_at, .. } in self.requests.values() {
-            for instance in [prefill, decode] {
-                if self.instances.contains_key(instance) {
-                    let since = busy.entry(*instance).or_insert(*asked_at);
-                    *since = since.min(*asked_at);
+        for (&request, tracked) in &self.requests {
+            let Some(place) = self.transfers.place(request) else { continue };
+            for instance in [place.prefill, place.decode] {
+                if self.instances.contains_key(&instance) {
+                    let since = busy.entry(instance).or_insert(tracked.asked_at);
+                    *since = since.min(tracked.asked_at);
                 }
             }
         }

@@ -14,7 +14,7 @@ use super::incoming::{Incoming, Intake};
 use super::leaving::Taken;
 use super::loading::BlockLoad;
 use super::members::OtherMembers;
-use super::messages::{FromPeer, FromWorker, KvMessage, Report, Source, ToWorker, Transfer};
+use super::messages::{FromPeer, FromWorker, KvMessage, Report, ToWorker, Transfer};
 use super::pages::InstanceKv;
 use super::recordings::Recordings;
 use super::sender::{LayersLeaving, Sender};
@@ -37,6 +37,7 @@ use mixfleet_scheduler::batch::{
 use mixfleet_scheduler::cost::{CostModel, MeasuredSteps, Prefill};
 use mixfleet_scheduler::fleet::InstanceId;
 use mixfleet_scheduler::kv::Tier;
+use mixfleet_scheduler::transfer::PrefixSource;
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -61,7 +62,7 @@ pub(super) struct Active {
     /// What changes its logits; none if nothing does.
     pub(super) shaping: Option<Shaping>,
     /// The instance that will send KV of it.
-    pub(super) sender: Option<(Transfer, Source)>,
+    pub(super) sender: Option<(Transfer, PrefixSource)>,
     /// What is done for it now.
     pub(super) phase: WorkPhase,
 }

@@ -1,7 +1,7 @@
 //! A worker process and a malicious router: each of its messages affects at most the request it concerns.
 
 use super::{Caller, Command, Hello, Hub, InstanceReport, ModelIdentity, RouterId, Session, WorkerProcess};
-use crate::engine::messages::{FromWorker, HandOff, Job, Lacking, Landing, Order, Source};
+use crate::engine::messages::{FromWorker, HandOff, Job, Lacking, Landing, Order};
 use crate::engine::{HandOffLimits, InstanceLimits, InstanceSpec, Links, Loaded};
 use crate::env::{Env, SeededEnv};
 use crate::metrics::Metrics;
@@ -16,6 +16,7 @@ use mixfleet_scheduler::batch::Urgency;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, LinkCost, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{InstanceId, PartyId, Role};
 use mixfleet_scheduler::kv::hash::{Namespace, PrefixHasher};
+use mixfleet_scheduler::transfer::PrefixSource;
 use mixfleet_wire::{HostRegion, InProcessTransport};
 use std::sync::Arc;
 use std::time::Duration;
@@ -210,7 +211,7 @@ fn a_hand_off_that_names_no_memory_ends_its_request_at_the_worker() {
         let to = rogue.hand_off(OWN);
         let add = Order::Add { job: rogue.job(2), hand_off: Some(to), pull: None };
         rogue.is_refused(add, "sent to where it is").await;
-        let pull = Some(Source { holder: OWN, until: 8 });
+        let pull = Some(PrefixSource { holder: OWN, until: 8 });
         let add = Order::Add { job: rogue.job(3), hand_off: None, pull };
         rogue.is_refused(add, "come from where it is wanted").await;
     });
