@@ -13,26 +13,37 @@ pub(super) enum Next {
     Wake { instance: u32 },
     /// A prompt's KV has arrived at its decode instance.
     Landed { request: u64, attempt: u32 },
-    /// The decode instance has room for a prompt: its prefill instance is told, after direct messages.
-    Reserved { request: u64, attempt: u32 },
+    /// An instance has room for KV, of which it holds `held_tokens`: senders are told, after direct messages.
+    Reserved { instance: u32, request: u64, attempt: u32, held_tokens: u32 },
     /// The decode instance has taken over a request: its prefill instance is told.
     TakenOver { request: u64, attempt: u32 },
-    /// A request's reservation was revoked.
-    Revoked { request: u64, attempt: u32 },
-    /// There is room for a prefix that another instance holds.
-    Pull { request: u64, attempt: u32, held_tokens: u32 },
+    /// A reservation was revoked.
+    Revoked { instance: u32, request: u64, attempt: u32 },
     /// An instance has handled a request to lend, and sends the prefix once it is on its devices.
-    Lent { from: u32, request: u64, tokens: u32, on_device: u32, ready: Ordered },
+    Lent { from: u32, prefix: LentPrefix, ready: Ordered },
     /// Blocks of a sequence have come from lower tiers of its instance.
     Loaded { instance: u32, request: u64, attempt: u32, blocks: u32 },
     /// A pulled prefix has arrived: of a prompt, or of a copy ahead of demand.
-    Pulled { request: u64, attempt: u32, from: u32, tokens: u32 },
+    Pulled { from: u32, prefix: LentPrefix },
     /// Routers hear the lengths of the answers of others, for the `number`th time.
     Beat { number: u32 },
     /// An instance becomes slower, by the setup's slowdown at `index`.
     SlowsDown { index: u32 },
     /// A request arrives later than in the trace, after an answer that took longer.
     Arrive { request: u64 },
+}
+
+/// A prefix that an instance sends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct LentPrefix {
+    pub(super) request: u64,
+    pub(super) attempt: u32,
+    pub(super) to: u32,
+    /// Leading tokens that the receiver has once it has arrived.
+    pub(super) tokens: u32,
+    /// Tokens of it that are sent, of which some are on the sender's devices.
+    pub(super) sent: u32,
+    pub(super) gathered: u32,
 }
 
 /// The scheduled events.

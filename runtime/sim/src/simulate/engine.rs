@@ -9,6 +9,7 @@ mod keys;
 mod loading;
 mod run;
 
+use super::agenda::LentPrefix;
 use super::flight::HandOffTarget;
 use super::results::Reused;
 use super::tiers::{ByTier, Tiers};
@@ -30,6 +31,8 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub(super) struct Job {
     pub(super) request: u64,
+    /// The number of its placement.
+    pub(super) attempt: u32,
     pub(super) prompt_tokens: u32,
     pub(super) output_tokens: u32,
     pub(super) chain: Arc<[BlockHash]>,
@@ -57,8 +60,9 @@ pub(super) enum Message {
     /// The KV of the first `tokens_valid` tokens is here, and for a hand-off also the next token, drawn at
     /// `since_s`.
     Landed { request: u64, tokens_valid: u32, since_s: Option<f64> },
-    /// Another instance pulls the first `tokens` tokens of a prompt. Those on the devices are kept for it.
-    Lend { request: u64, tokens: u32, chain: Arc<[BlockHash]> },
+    /// Another instance, which holds `held_tokens` of it, pulls a prefix. What is on the devices is kept for
+    /// it.
+    Lend { prefix: LentPrefix, held_tokens: u32, chain: Arc<[BlockHash]> },
     /// A lent prefix has been read.
     Unlend { request: u64 },
     /// `blocks` blocks of a sequence arrived from lower tiers.
@@ -78,20 +82,21 @@ pub(super) enum Outcome {
     /// The first token was drawn.
     Prefilled { request: u64 },
     /// There is room for KV from elsewhere, of which `held_tokens` tokens are here.
-    Reserved { request: u64, held_tokens: u32 },
+    Reserved { request: u64, attempt: u32, held_tokens: u32 },
     /// A reservation was revoked: the request is placed again.
     Revoked { request: u64 },
+    /// What came of a copy is kept.
+    Kept { request: u64 },
     /// A request that was running gave its memory to others and recomputes later.
     Preempted,
     /// A step begins while which KV of a prompt is sent, as much as of `tokens` tokens in all layers.
     Sends { request: u64, tokens: f64, step_s: f64 },
     /// `blocks` blocks of a sequence are in flight from lower tiers until `until_s`.
-    Loads { request: u64, blocks: u32, until_s: f64 },
-    /// The first `tokens` tokens of a prompt can be sent from `ready_s` on; `on_device` of them are on the
-    /// devices.
-    Lent { request: u64, tokens: u32, on_device: u32, ready_s: f64 },
+    Loads { request: u64, attempt: u32, blocks: u32, until_s: f64 },
+    /// A prefix can be sent from `ready_s` on.
+    Lent { prefix: LentPrefix, ready_s: f64 },
     /// A sequence that was handed over decodes here now.
-    Joined { request: u64 },
+    Joined { request: u64, attempt: u32 },
     /// Each of these requests got `tokens` tokens.
     Decoded { requests: Vec<u64>, tokens: u32 },
     /// The answer is complete.
@@ -116,6 +121,7 @@ enum Plan {
 /// The state of a request on the instance.
 #[derive(Debug, Default)]
 struct Active {
+    attempt: u32,
     output_tokens: u32,
     generated: u32,
     last_token_s: f64,
@@ -273,32 +279,32 @@ impl Engine {
             Message::Landed { request, tokens_valid, since_s } => {
                 if let (Some(active), Some(since_s)) = (self.active(request), since_s) {
                     (active.generated, active.last_token_s, active.started) = (1, since_s, true);
-                    outcomes.push(Outcome::Joined { request });
+                    outcomes.push(Outcome::Joined { request, attempt: active.attempt });
                 }
                 self.tell(Event::Landed { request, tokens_valid, next: since_s.is_some() });
             }
-            Message::Lend { request, tokens, chain } => self.lend(now_s, request, tokens, &chain, outcomes),
+            Message::Lend { prefix, held_tokens, chain } => {
+                self.lend(now_s, prefix, held_tokens, &chain, outcomes);
+            }
             Message::Copy(copy) => self.copying.add(now_s, copy),
             Message::Unlend { request } => self.tell(Event::Unlend { request }),
             Message::Loaded { request, blocks } => self.tell(Event::Loaded { request, blocks }),
             Message::Cost(cost) => self.cost = cost,
-            Message::LetGo { request } => {
-                if self.machine.text(request).is_some() {
-                    self.tell(Event::Cancel { request });
-                }
-            }
+            Message::LetGo { request } => self.tell(Event::Cancel { request }),
         }
         self.carry_out(now_s, outcomes);
     }
 
+    /// Lends as much of a prefix as is here, to a receiver that holds `held_tokens` of it.
     fn lend(
         &mut self,
         now_s: f64,
-        request: u64,
-        tokens: u32,
+        prefix: LentPrefix,
+        held_tokens: u32,
         chain: &[BlockHash],
         outcomes: &mut Vec<Outcome>,
     ) {
+        let LentPrefix { request, tokens, .. } = prefix;
         let chain = &chain[..chain.len().min((tokens / self.block_tokens) as usize)];
         let text =
             Keys::new(request, to_u32(chain.len()) * self.block_tokens, chain.into(), self.block_tokens);
@@ -312,7 +318,9 @@ impl Engine {
         let ready_s = self.lower.load(now_s, &below[..came], by_tier);
         let on_device = to_u32(pages.len()) * self.block_tokens;
         let tokens = on_device + to_u32(came) * self.block_tokens;
-        outcomes.push(Outcome::Lent { request, tokens, on_device, ready_s });
+        let (sent, gathered) = (tokens.saturating_sub(held_tokens), on_device.saturating_sub(held_tokens));
+        let prefix = LentPrefix { tokens: tokens.max(held_tokens), sent, gathered, ..prefix };
+        outcomes.push(Outcome::Lent { prefix, ready_s });
     }
 
     /// End of the current plan, unless it was returned already.
@@ -326,7 +334,7 @@ impl Engine {
 
     fn text(&self, job: Job) -> Keys {
         let mut text = Keys::new(job.request, job.prompt_tokens, job.chain, self.block_tokens);
-        text.active.output_tokens = job.output_tokens;
+        (text.active.attempt, text.active.output_tokens) = (job.attempt, job.output_tokens);
         text
     }
 
@@ -479,9 +487,13 @@ impl Engine {
                 Action::Reserved { request, tokens_cached } => {
                     let Some(active) = self.active(request) else { continue };
                     active.held_tokens = Some(tokens_cached);
-                    outcomes.push(Outcome::Reserved { request, held_tokens: tokens_cached });
+                    let attempt = active.attempt;
+                    outcomes.push(Outcome::Reserved { request, attempt, held_tokens: tokens_cached });
                 }
+                // A placement that was lost meanwhile is not lost again.
+                Action::Revoked { request } if self.lets_go(request) => {}
                 Action::Revoked { request } => outcomes.push(Outcome::Revoked { request }),
+                Action::Kept { request } => outcomes.push(Outcome::Kept { request }),
                 Action::Stored(mut hashes) => {
                     hashes.retain(keys::is_public);
                     if !hashes.is_empty() {
@@ -503,7 +515,7 @@ impl Engine {
                     unreachable!("request {request} was placed where it fits: {reason}")
                 }
                 Action::Preempted { .. } => outcomes.push(Outcome::Preempted),
-                Action::Kept { .. } | Action::Lent { .. } => {}
+                Action::Lent { .. } => {}
             }
         }
         self.actions = actions;

@@ -7,6 +7,7 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{PageParts, Urgency};
 use mixfleet_scheduler::fleet::{Instance, Objective};
 use mixfleet_scheduler::kv::BlockHash;
+use mixfleet_scheduler::transfer::Reporter;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -19,14 +20,6 @@ pub(super) struct Flight {
     pub(super) prompt_tokens: u32,
     pub(super) output_tokens: u32,
     pub(super) chain: Arc<[BlockHash]>,
-    pub(super) prefill: u32,
-    pub(super) decode: u32,
-    /// Number of places that it has lost.
-    pub(super) attempt: u32,
-    /// The holder of its pulled prefix, and the end of the prefix.
-    pub(super) pull: Option<(u32, u32)>,
-    /// Number of tokens of it that the prefill instance holds.
-    pub(super) pull_held_tokens: u32,
     pub(super) arrived_s: f64,
     /// Number of prompt tokens that its decode instance holds.
     pub(super) held_tokens: u32,
@@ -40,17 +33,18 @@ pub(super) struct Flight {
     pub(super) prefill_began_s: f64,
     pub(super) first_token_s: f64,
     pub(super) last_token_s: f64,
-    /// Tokens that it had when it lost its last place, and the gaps between them.
-    pub(super) drawn: u32,
+    /// Gaps between the tokens that it had when it lost its last place.
     pub(super) gaps: Vec<Gaps>,
 }
 
 impl Flight {
-    pub(super) fn job(&self, request: u64) -> Job {
+    /// What an instance gets once there are `drawn` tokens of the answer.
+    pub(super) fn job(&self, to: Reporter, drawn: u32) -> Job {
         Job {
-            request,
-            prompt_tokens: self.prompt_tokens + self.drawn,
-            output_tokens: self.output_tokens - self.drawn,
+            request: to.request,
+            attempt: to.attempt,
+            prompt_tokens: self.prompt_tokens + drawn,
+            output_tokens: self.output_tokens - drawn,
             chain: self.chain.clone(),
             urgency: self.urgency,
         }
@@ -69,10 +63,11 @@ pub(super) struct HandOffTarget {
 }
 
 impl HandOffTarget {
-    pub(super) fn new(flight: &Flight, decoder: &Instance) -> Self {
+    /// The receiver of a prompt of so many tokens, of which it holds the first `lacks_from`.
+    pub(super) fn new(prompt_tokens: u32, lacks_from: u32, decoder: &Instance) -> Self {
         HandOffTarget {
-            prompt_tokens: flight.prompt_tokens + flight.drawn,
-            lacks_from: flight.held_tokens,
+            prompt_tokens,
+            lacks_from,
             parts: decoder.kv_parts.clone(),
             block_tokens: decoder.kv_block_tokens,
         }

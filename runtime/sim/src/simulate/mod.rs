@@ -21,6 +21,7 @@ mod slowdown;
 mod spare;
 mod tiers;
 mod timeline;
+mod transfers;
 
 pub use copies::Replicated;
 pub use observe::{AnswerTimes, Observer, Sample};
@@ -34,22 +35,24 @@ use crate::fleet_file::{Class, PoolSlowdown, Routing, Slo};
 use crate::trace::{ConversationTurn, Request, TraceError};
 use agenda::{Agenda, Next};
 use classes::Classes;
-use copies::{Copies, Copy};
+use copies::Copies;
 use engine::{Engine, Gaps, Message, Outcome};
 use flight::{Flight, HandOffTarget};
 use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Ordered, Seconds};
-use mixfleet_scheduler::batch::{After, BatchLimits, Urgency};
+use mixfleet_scheduler::batch::{BatchLimits, Urgency};
 use mixfleet_scheduler::cost::LinkCost;
 use mixfleet_scheduler::fleet::{Action, Arrival, Event, FleetConfig, Instance, InstanceId, PromptChain};
 use mixfleet_scheduler::table::IdMap;
+use mixfleet_scheduler::transfer::{self, KvTransfers, PrefixSource, Reporter};
 use network::Network;
 use occupancy::Occupancy;
-use results::Ledger;
+use results::{Ledger, Reused};
 use routers::RouterMachines;
 use spare::SpareSharing;
 use timeline::Timeline;
+use transfers::Transferred;
 
 /// Largest fleet in which every step is reported before a decision. In larger ones decisions use what
 /// instances reported when they last began something else: arrivals interrupt a run of decode steps every
@@ -140,6 +143,8 @@ struct World<'a> {
     engines: Vec<Engine>,
     network: Network,
     copies: Copies,
+    transfers: KvTransfers<()>,
+    transferred: Vec<transfer::Action<u32, ()>>,
     flights: IdMap<Flight>,
     classes: Classes<'a>,
     /// Requests that arrive later.
@@ -182,6 +187,8 @@ impl<'a> World<'a> {
             engines: setup.instances.iter().map(|instance| Engine::new(instance, setup)).collect(),
             network: Network::new(setup),
             copies: Copies::default(),
+            transfers: KvTransfers::default(),
+            transferred: Vec::new(),
             flights: IdMap::default(),
             classes: Classes::new(setup),
             coming: IdMap::default(),
@@ -227,32 +234,26 @@ impl<'a> World<'a> {
             }
             Next::Wake { instance } => self.turn(instance),
             Next::Landed { request, attempt } if self.is_current(request, attempt) => self.landed(request),
-            Next::Pull { request, attempt, held_tokens } if self.is_current(request, attempt) => {
-                self.pull(request, held_tokens);
-            }
-            Next::Lent { from, request, tokens, on_device, ready } => {
-                self.lent(from, request, (tokens, on_device), ready.0);
-            }
+            Next::Lent { from, prefix, ready } => self.lent(from, prefix, ready.0),
             Next::Loaded { instance, request, attempt, blocks } if self.is_current(request, attempt) => {
                 self.send(instance, Message::Loaded { request, blocks });
             }
-            Next::Pulled { request, attempt, from, tokens } => {
-                self.pulled(request, from, self.is_current(request, attempt).then_some(tokens));
+            Next::Pulled { from, prefix } => self.pulled(from, prefix),
+            Next::Reserved { instance, request, attempt, held_tokens: room } => {
+                let by = Reporter { instance: InstanceId(instance), request, attempt };
+                self.transfer(Transferred::Reserved { by, room });
             }
-            Next::Reserved { request, attempt } if self.is_current(request, attempt) => self.compute(request),
             Next::TakenOver { request, attempt } if self.is_current(request, attempt) => {
-                if let Some(prefill) = self.flights.get(request).map(|flight| flight.prefill) {
-                    self.give_up(request, [prefill]);
+                if let Some(prefill) = self.transfers.place(request).map(|place| place.prefill) {
+                    self.send(prefill.0, Message::LetGo { request });
                 }
             }
-            Next::Revoked { request, attempt } if self.is_current(request, attempt) => self.replay(request),
+            Next::Revoked { instance, request, attempt } => {
+                let by = Reporter { instance: InstanceId(instance), request, attempt };
+                self.transfer(Transferred::Revoked { by });
+            }
             // It belongs to a place that the request has lost.
-            Next::Landed { .. }
-            | Next::Pull { .. }
-            | Next::Loaded { .. }
-            | Next::Reserved { .. }
-            | Next::Revoked { .. }
-            | Next::TakenOver { .. } => {}
+            Next::Landed { .. } | Next::Loaded { .. } | Next::TakenOver { .. } => {}
             Next::Beat { number } => self.beat(number),
             Next::SlowsDown { index } => self.slows_down(index),
             Next::Arrive { request } => {
@@ -263,13 +264,8 @@ impl<'a> World<'a> {
         }
     }
 
-    /// The number of the request's placement.
-    fn attempt(&self, request: u64) -> u32 {
-        self.flights.get(request).map_or(0, |flight| flight.attempt)
-    }
-
     fn is_current(&self, request: u64, attempt: u32) -> bool {
-        self.attempt(request) == attempt
+        self.transfers.attempt(request) == attempt
     }
 
     /// Handles a request at its time in the trace.
@@ -307,11 +303,6 @@ impl<'a> World<'a> {
             prompt_tokens,
             output_tokens,
             chain: chain.into_iter().map(engine::public).collect(),
-            prefill: 0,
-            decode: 0,
-            attempt: 0,
-            pull: None,
-            pull_held_tokens: 0,
             arrived_s: self.now_s,
             held_tokens: 0,
             urgency: Urgency::due_at(Seconds::ZERO),
@@ -320,7 +311,6 @@ impl<'a> World<'a> {
             prefill_began_s: self.now_s,
             first_token_s: f64::INFINITY,
             last_token_s: f64::INFINITY,
-            drawn: 0,
             gaps: Vec::new(),
         };
         self.flights.insert(id, flight);
@@ -330,10 +320,11 @@ impl<'a> World<'a> {
     /// Has a request placed, for the first time or, with its due time, again.
     fn ask_fleet(&mut self, request: u64, replay: Option<Seconds>) {
         let Some(flight) = self.flights.get(request) else { return };
+        let drawn = self.transfers.tokens(request);
         let arrival = Arrival {
             request,
-            prompt_tokens: flight.prompt_tokens + flight.drawn,
-            max_tokens: self.setup.max_tokens.max(flight.output_tokens) - flight.drawn,
+            prompt_tokens: flight.prompt_tokens + drawn,
+            max_tokens: self.setup.max_tokens.max(flight.output_tokens) - drawn,
             chains: vec![PromptChain {
                 block_tokens: self.setup.block_tokens,
                 kv_dtype: KV,
@@ -356,36 +347,26 @@ impl<'a> World<'a> {
             match action {
                 Action::Place { prefill, decode, pull, urgency, explanation, .. } => {
                     if let Some(flight) = self.flights.get_mut(request) {
-                        (flight.prefill, flight.decode) = (prefill.0, decode.0);
-                        flight.pull = pull.map(|pull| pull.from.0).zip(explanation.pulled_until());
                         flight.urgency = urgency;
                     }
-                    self.placed(request);
+                    let pull = PrefixSource::of(pull, &explanation);
+                    self.transfer(Transferred::Placed { request, prefill, decode, pull });
                 }
                 Action::Reject { reason, .. } => {
                     self.ledger.rejected(&reason);
                     self.timeline.rejected += 1;
                     let session = self.flights.remove(request).and_then(|flight| flight.session);
+                    self.transfer(Transferred::Cancelled { request });
                     self.goes_on(session, request);
                 }
-                Action::Replicate { from, to, hashes, .. } => copies.push(Copy::new(from, to, hashes)),
+                Action::Replicate { .. } => copies.push(action),
                 // Instances do what they are given; only the fleet machine has roles.
                 Action::SetRole { .. } | Action::Drop { .. } | Action::Replay { .. } => {}
             }
         }
         actions.append(&mut self.actions);
         self.actions = actions;
-        copies.into_iter().for_each(|copy| self.send_copy(copy));
-    }
-
-    fn placed(&mut self, request: u64) {
-        let Some(flight) = self.flights.get(request) else { return };
-        let (prefill, decode, job) = (flight.prefill, flight.decode, flight.job(request));
-        if prefill == decode {
-            return self.compute(request);
-        }
-        self.send(decode, Message::Reserve { job });
-        self.turn(decode);
+        copies.into_iter().for_each(|action| self.begin_copy(action));
     }
 
     /// Sends a message to an instance, which starts work at its turn.
@@ -397,23 +378,6 @@ impl<'a> World<'a> {
         } else {
             self.schedule_end(instance);
         }
-    }
-
-    /// Sends a prompt to its prefill instance.
-    fn compute(&mut self, request: u64) {
-        let Some(flight) = self.flights.get(request) else { return };
-        let (prefill, decode, job) = (flight.prefill, flight.decode, flight.job(request));
-        let after = if prefill == decode { After::Decode } else { After::HandOff };
-        let pulls = flight.pull.map_or(0, |(_, until)| self.pulled_tokens(until, flight.prompt_tokens));
-        let target = || HandOffTarget::new(flight, &self.setup.instances[decode as usize].spec);
-        let decoder = (after == After::HandOff).then(target);
-        self.send(prefill, Message::Add { job, pulls, after, decoder });
-    }
-
-    /// Number of prompt tokens in whole blocks that can be pulled: at least one token is computed.
-    fn pulled_tokens(&self, until: u32, prompt_tokens: u32) -> u32 {
-        let block_tokens = self.setup.block_tokens;
-        until.min(prompt_tokens.saturating_sub(1)) / block_tokens * block_tokens
     }
 
     /// Schedules a turn of an instance after all events of this time, which it then handles together.
@@ -458,50 +422,37 @@ impl<'a> World<'a> {
         let mut outcomes = std::mem::take(&mut self.outcomes);
         for outcome in outcomes.drain(..) {
             match outcome {
-                Outcome::Began { request, reused } => {
-                    self.ledger.began(reused);
-                    if let Some(flight) = self.flights.get_mut(request) {
-                        flight.prefill_began_s = self.now_s;
-                        flight.known_tokens = reused.tokens(self.setup.block_tokens);
-                        let (known, held, to) = (flight.known_tokens, flight.held_tokens, flight.decode);
-                        self.routers.began(self.now_s, request, known);
-                        let target = HandOffTarget::new(flight, &self.setup.instances[to as usize].spec);
-                        if to != instance && known > held {
-                            let sent = target.tokens_sent(&(0..known));
-                            self.leaves(instance, to, sent, sent);
-                        }
-                    }
-                }
+                Outcome::Began { request, reused } => self.began(instance, request, reused),
                 Outcome::Stored(tier, hashes) => self.tell(Event::KvStored { instance: id, hashes, tier }),
                 Outcome::Evicted(tier, hashes) => self.tell(Event::KvEvicted { instance: id, hashes, tier }),
                 Outcome::Progress { request, tokens } => {
                     self.tell(Event::PrefillProgress { request, instance: id, tokens });
                 }
-                Outcome::Reserved { request, held_tokens } => self.has_room(instance, request, held_tokens),
-                Outcome::Revoked { request } => {
-                    let attempt = self.attempt(request);
-                    self.schedule(self.now_s, Next::Revoked { request, attempt });
+                Outcome::Reserved { request, attempt, held_tokens } => {
+                    self.schedule(self.now_s, Next::Reserved { instance, request, attempt, held_tokens });
                 }
+                Outcome::Revoked { request } => {
+                    let attempt = self.transfers.attempt(request);
+                    self.schedule(self.now_s, Next::Revoked { instance, request, attempt });
+                }
+                Outcome::Kept { request } => self.transfer(Transferred::Kept { request }),
                 Outcome::Preempted => self.ledger.preemptions += 1,
                 Outcome::Sends { request, tokens, step_s } => {
-                    let to = self.flights.get(request).map(|flight| flight.decode);
+                    let to = self.transfers.place(request).map(|place| place.decode.0);
                     to.into_iter().for_each(|to| self.comes(instance, to, tokens, step_s));
                 }
-                Outcome::Lent { request, tokens, on_device, ready_s } => {
+                Outcome::Lent { prefix, ready_s } => {
                     let ready = Ordered(ready_s);
-                    self.schedule(
-                        self.now_s,
-                        Next::Lent { from: instance, request, tokens, on_device, ready },
-                    );
+                    self.schedule(self.now_s, Next::Lent { from: instance, prefix, ready });
                 }
-                Outcome::Loads { request, blocks, until_s } => {
-                    let attempt = self.attempt(request);
+                Outcome::Loads { request, attempt, blocks, until_s } => {
                     self.schedule(until_s, Next::Loaded { instance, request, attempt, blocks });
                 }
-                Outcome::Joined { request } => {
-                    self.tell(Event::TransferDone { request, instance: id });
-                    let attempt = self.attempt(request);
-                    self.schedule(self.now_s, Next::TakenOver { request, attempt });
+                Outcome::Joined { request, attempt } => {
+                    if self.is_current(request, attempt) {
+                        let at = Seconds(self.now_s);
+                        self.transfer(Transferred::Joined { request, instance: id, at });
+                    }
                 }
                 Outcome::Prefilled { request } => self.prefilled(instance, request),
                 Outcome::Decoded { requests, tokens } => {
@@ -511,31 +462,54 @@ impl<'a> World<'a> {
                     self.ledger.busy(self.engines[instance as usize].pool(), prefill_s, decode_s);
                 }
                 Outcome::Ran(steps) => self.tell(Event::Measured { instance: id, steps }),
-                Outcome::Finished { request, gaps } => self.end(request, gaps),
+                Outcome::Finished { request, gaps } => self.end(instance, request, gaps),
             }
         }
         self.outcomes = outcomes;
     }
 
+    /// Handles a prompt that has its blocks, with the KV that was `reused`.
+    fn began(&mut self, instance: u32, request: u64, reused: Reused) {
+        self.ledger.began(reused);
+        let drawn = self.transfers.tokens(request);
+        let Some(to) = self.transfers.place(request).map(|place| place.decode.0) else { return };
+        let Some(flight) = self.flights.get_mut(request) else { return };
+        flight.prefill_began_s = self.now_s;
+        flight.known_tokens = reused.tokens(self.setup.block_tokens);
+        let (known, held, length) = (flight.known_tokens, flight.held_tokens, flight.prompt_tokens + drawn);
+        self.routers.began(self.now_s, request, known);
+        let (instance_id, attempt) = (InstanceId(instance), self.transfers.attempt(request));
+        let by = Reporter { instance: instance_id, request, attempt };
+        self.transfer(Transferred::Admitted { by });
+        if to != instance && known > held {
+            let target = HandOffTarget::new(length, held, &self.setup.instances[to as usize].spec);
+            let sent = target.tokens_sent(&(0..known));
+            self.leaves(instance, to, sent, sent);
+        }
+    }
+
     /// Handles a computed prompt with its first token.
     fn prefilled(&mut self, instance: u32, request: u64) {
-        let now_s = self.now_s;
+        let (now_s, index) = (self.now_s, self.transfers.tokens(request));
+        let Some(decode) = self.transfers.place(request).map(|place| place.decode.0) else { return };
         let Some(flight) = self.flights.get_mut(request) else { return };
-        if flight.drawn == 0 {
+        if index == 0 {
             flight.first_token_s = now_s;
         } else {
             let gap_s = now_s - flight.last_token_s;
             flight.gaps.push(Gaps { count: 1, first_s: gap_s, last_s: gap_s });
         }
         flight.last_token_s = now_s;
-        flight.drawn += 1;
-        let Flight { prompt_tokens, known_tokens, held_tokens, decode, attempt, .. } = *flight;
+        let Flight { prompt_tokens, known_tokens, held_tokens, .. } = *flight;
         let began_s = flight.prefill_began_s;
-        let length = prompt_tokens + flight.drawn - 1;
-        let complete = flight.drawn == flight.output_tokens;
+        let length = prompt_tokens + index;
+        let complete = index + 1 == flight.output_tokens;
         if self.setup.fleet.drop_at_decode && decode != instance {
             self.catch_up(decode);
         }
+        let attempt = self.transfers.attempt(request);
+        let by = Reporter { instance: InstanceId(instance), request, attempt };
+        self.transfer(Transferred::Drawn { by, index, token: (), at: Seconds(now_s) });
         self.tell(Event::PrefillDone { request, instance: InstanceId(instance) });
         if self.actions.drain(..).any(|action| matches!(action, Action::Drop { .. })) {
             let cost = &self.setup.instances[instance as usize].spec.cost;
@@ -543,11 +517,11 @@ impl<'a> World<'a> {
             self.timeline.pools[self.engines[decode as usize].pool() as usize].dropped += 1;
             let session = self.flights.remove(request).and_then(|flight| flight.session);
             self.goes_on(session, request);
-            self.give_up(request, [instance, decode]);
+            self.transfer(Transferred::Cancelled { request });
         } else if decode != instance && complete {
             // An answer of one token ends with its prefill.
-            self.give_up(request, [instance, decode]);
-            self.end(request, Vec::new());
+            self.send(instance, Message::LetGo { request });
+            self.end(instance, request, Vec::new());
         } else if decode != instance {
             let spec = &self.setup.instances[decode as usize].spec;
             let sent_tokens = spec.tokens_sent(&(held_tokens..length), length);
@@ -562,17 +536,19 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Completes an answer, with its gaps since its last placement.
-    fn end(&mut self, request: u64, gaps: Vec<Gaps>) {
-        if let Some(mut flight) = self.flights.remove(request) {
+    /// Completes an answer, whose last token `instance` drew, with its gaps since its last placement.
+    fn end(&mut self, instance: u32, request: u64, gaps: Vec<Gaps>) {
+        let decode = self.transfers.place(request).map(|place| place.decode);
+        self.transfer(Transferred::Finished { request, instance: InstanceId(instance), knows: true });
+        if let (Some(mut flight), Some(decode)) = (self.flights.remove(request), decode) {
             let mut gaps = gaps;
             if !flight.gaps.is_empty() {
                 gaps.splice(..0, std::mem::take(&mut flight.gaps));
             }
             let answer = self.ledger.finished(request, &flight, self.now_s, &gaps);
-            self.timeline.pools[self.engines[flight.decode as usize].pool() as usize].completed += 1;
+            self.timeline.pools[self.engines[decode.0 as usize].pool() as usize].completed += 1;
             self.observer.finished(self.now_s, &answer);
-            self.offer(request, &flight);
+            self.offer(request, decode, &flight);
             self.goes_on(flight.session, request);
         }
         self.tell(Event::Finished { request });
@@ -581,15 +557,9 @@ impl<'a> World<'a> {
     /// Handles the arrival of a prompt's KV, and of its first token, at the decode instance.
     fn landed(&mut self, request: u64) {
         let Some(flight) = self.flights.get(request) else { return };
-        let Flight { prompt_tokens, decode, last_token_s, drawn, .. } = *flight;
-        let tokens_valid = prompt_tokens + drawn - 1;
-        self.send(decode, Message::Landed { request, tokens_valid, since_s: Some(last_token_s) });
-    }
-
-    /// Tells instances to drop a request.
-    fn give_up<const N: usize>(&mut self, request: u64, instances: [u32; N]) {
-        for instance in instances {
-            self.send(instance, Message::LetGo { request });
-        }
+        let Some(decode) = self.transfers.place(request).map(|place| place.decode.0) else { return };
+        let tokens_valid = flight.prompt_tokens + self.transfers.tokens(request) - 1;
+        let since_s = Some(flight.last_token_s);
+        self.send(decode, Message::Landed { request, tokens_valid, since_s });
     }
 }

@@ -28,11 +28,11 @@ impl Engine {
         }
         let takes = self.kv.cost.loads(bytes, self.kv.layers);
         let until_s = self.lower.load(now_s, &chain[..blocks], by_tier);
-        if let Some(active) = self.active(request) {
-            active.loaded = [0, 1, 2].map(|tier| active.loaded[tier] + by_tier[tier]);
-        }
+        let Some(active) = self.active(request) else { return };
+        active.loaded = [0, 1, 2].map(|tier| active.loaded[tier] + by_tier[tier]);
+        let attempt = active.attempt;
         self.copying.add(now_s, KvCopy { takes, over: Seconds(until_s - now_s) });
         let until_s = until_s + takes.0;
-        outcomes.push(Outcome::Loads { request, blocks: to_u32(blocks), until_s });
+        outcomes.push(Outcome::Loads { request, attempt, blocks: to_u32(blocks), until_s });
     }
 }

@@ -1,6 +1,6 @@
 //! A run of equal decode steps as one event.
 
-use super::{Engine, Gaps, Outcome};
+use super::{Engine, Gaps, Message, Outcome};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::StepSequence;
@@ -139,5 +139,10 @@ impl Engine {
         let requests = run.parts.iter().map(|part| part.request).collect();
         outcomes.push(Outcome::Busy { prefill_s: 0.0, decode_s: ended_s - began_s });
         outcomes.push(Outcome::Decoded { requests, tokens: count });
+    }
+
+    /// Whether a message that came during the steps drops a request.
+    pub(super) fn lets_go(&self, request: u64) -> bool {
+        self.inbox.iter().any(|message| matches!(message, Message::LetGo { request: its } if *its == request))
     }
 }
