@@ -62,7 +62,7 @@ plant() {
     printf 'planted: %s: found, %s\n' "'$1'" "${seed:-by $filter}"
 }
 
-plant "the hash of KV that arrives is not compared" runtime/src/engine/incoming.rs \
+plant "the hash of KV that arrives is not compared" runtime/src/engine/receiver.rs \
     's/copy_hash == hash,/copy_hash == hash || true,/'
 plant "a failure of a link leaves undone what else a step does" runtime/src/engine/worker.rs \
     's/self.contain(awaited)?;/if awaited.is_err() { self.contain(awaited)?; break; }/'
@@ -78,7 +78,7 @@ plant "a transport writes under epochs that have ended" backends/wire/src/memory
     's/grant.filter(|(epoch, _)| \*epoch == self.epoch)/grant.or(Some((0, RemoteAccess::ReadWrite)))/'
 plant "the pool serves a block from disk without comparing its checksum" runtime/src/pool/check.rs \
     's/if digest != actual.to_le_bytes() {/if digest.is_empty() {/'
-plant "nobody tells senders that a receiver is gone" runtime/src/engine/inbox.rs \
+plant "nobody tells senders that a receiver is gone" runtime/src/engine/receiver.rs \
     's/KvMessage::Down => self.peer_down(peer)?,/KvMessage::Down => {}/'
 plant "KV of host memory is used without comparing its digest" runtime/src/pool/lease.rs \
     's/intact = XxHash3_64::oneshot(payload) == digest;/let _ = digest; intact = true;/'
@@ -134,16 +134,16 @@ plant "how attention on another device ended is not looked at" runtime/src/model
     's/wait(at.device, &mut \*\*queue, ticket))$/wait(at.device, \&mut **queue, ticket).or(Ok(())))/' \
     chaos members_that
 plant "a group that is opened again uses what its members had before" runtime/src/engine/renew.rs \
-    's/self.machine = Instance::new(self.limits.clone()).predicted_by(self.cost.clone());/if self.others.is_none() { self.machine = Instance::new(self.limits.clone()).predicted_by(self.cost.clone()); }/' \
+    's/self.machine = Instance::new(self.limits.clone()).predicted_by(self.cost.clone());/if self.steps.others.is_none() { self.machine = Instance::new(self.limits.clone()).predicted_by(self.cost.clone()); }/' \
     chaos members_that
-plant "queues of members are not opened again" runtime/src/engine/renew.rs \
+plant "queues of members are not opened again" runtime/src/engine/step.rs \
     's/self.others.as_mut().map_or(Ok(()), OtherMembers::renew_queues)/Ok(())/' \
     chaos members_that
 plant "of pages that devices divide one is not given back" scheduler/src/batch/mod.rs \
     's/pages).into_iter().rev() {/pages).into_iter().rev().skip(usize::from(self.limits.page_devices.count > 1)) {/' \
     chaos members_that
-plant "KV of a prompt is still sent to a receiver that was lost" runtime/src/engine/handoff.rs \
-    's/self.sender.outgoing.retain(|_, outgoing| outgoing.to.to != peer);//' \
+plant "KV of a prompt is still sent to a receiver that was lost" runtime/src/engine/sender.rs \
+    's/self.outgoing.retain(|_, outgoing| outgoing.to.to != peer);//' \
     chaos members_that
 plant "members add in another order" runtime/src/model/peers.rs \
     's/let parts = self.parts(member).iter().map/let parts = self.parts(member).iter().rev().map/' \
@@ -215,7 +215,7 @@ plant "scores are without their keys' scales" backends/opencl/src/kernels/attent
     conformance kernels_for_cpus_conform mixfleet-opencl
 plant "heads of eight bits are counted without their scales" runtime/src/engine/pages.rs \
     's/let head = to_usize(whole.head_elements(span.wire)/let head = to_usize(u64::from(whole.head_dim)/' lib kv_of_any_devices
-plant "KV crosses in the sender's dtype where the receiver keeps codes" runtime/src/engine/handoff.rs \
+plant "KV crosses in the sender's dtype where the receiver keeps codes" runtime/src/engine/sender.rs \
     's/(_, b) if b.is_scaled() \&\& codes => b,/(a, b) if b.is_scaled() \&\& codes => a,/' engine eight_bits::kv_of_a_wider
 plant "a latent's value is what lies behind it" backends/cpu/src/kernels/attention/page.rs \
     's/true => \*spare.add(d \* columns + t),/true => *spare.add((pools.head_dim - 1 - d) * columns + t),/' \

@@ -39,7 +39,7 @@ impl Worker {
     /// # Errors
     /// `Invalid` with the reason.
     pub(super) fn check_job(&self, job: &Job, tokens: u64) -> Result<()> {
-        let config = self.forward.config();
+        let config = self.steps.forward.config();
         let wanted = &job.wanted;
         let (prompt, generated) = (wanted.prompt_ids.len() as u64, job.generated.len() as u64);
         require!(prompt > 0, "the prompt has no tokens");
@@ -104,7 +104,7 @@ impl Worker {
     /// # Errors
     /// `Invalid` with the reason.
     pub(super) fn check_computes(&self) -> Result<()> {
-        require!(self.forward.computes(), "{NOTHING_COMPUTED}");
+        require!(self.steps.forward.computes(), "{NOTHING_COMPUTED}");
         Ok(())
     }
 

@@ -1,15 +1,14 @@
-//! Sending pieces of KV between instances: staging memory at both ends, connections between them, and slots
-//! that are the sender's credits.
+//! The sender's end of the ways to other instances: an outbox and a connection to each receiver, and the
+//! receiver's slots, which are the sender's credits (`landings.rs` has the receiver's end).
 //!
-//! Each pair of sender and receiver has its own region at the receiver, so that late writes of a lost peer
-//! can be fenced off without affecting others. The sender's outbox mirrors it: slot i of the outbox is sent
-//! to slot i of the region. A sender without a free slot waits, which bounds the bytes in flight.
+//! The outbox mirrors the region at the receiver: slot i of the outbox is sent to slot i of the region. A
+//! sender without a free slot waits, which bounds the bytes in flight.
 
 use super::messages::{Landing, Parcel};
 use super::pinning::Pinner;
 use crate::pool::MakeRegion;
 use mixfleet_hal::memory::{Pinned, SharedMemory};
-use mixfleet_hal::transport::{Endpoint, Piece, RemoteAccess, TransferId, Transport};
+use mixfleet_hal::transport::{Endpoint, Piece, TransferId, Transport};
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, ErrorKind, Result};
 use mixfleet_scheduler::cost::PIECE_BYTES;
@@ -55,26 +54,15 @@ pub struct Links {
     pub make_region: Arc<MakeRegion>,
 }
 
-/// An instance's staging memory and its connections to peers.
+/// An instance's connections to receivers.
 pub(super) struct Courier {
     links: Links,
     limits: HandOffLimits,
     pinner: Arc<Pinner>,
-    /// Staging memory here, by the peer that writes to it.
-    landings: BTreeMap<InstanceId, Landed>,
     /// Outboxes and connections, by receiver.
     routes: BTreeMap<InstanceId, Route>,
     /// Parcels in transit to slots of an older landing, reported as failed.
     stranded: Vec<(InstanceId, Parcel)>,
-    /// Memory in which a piece is verified.
-    private: Option<(Arc<dyn SharedMemory>, Option<Pinned>)>,
-}
-
-/// Staging memory that a peer writes to.
-struct Landed {
-    landing: Landing,
-    memory: Arc<dyn SharedMemory>,
-    pinned: Option<Pinned>,
 }
 
 /// The result of sending a parcel.
@@ -87,93 +75,19 @@ pub(super) enum Sent {
 
 impl Courier {
     pub(super) fn new(links: Links, limits: HandOffLimits, pinner: Arc<Pinner>) -> Self {
-        let (landings, routes, stranded) = Default::default();
-        Courier { links, limits, pinner, landings, routes, stranded, private: None }
+        let (routes, stranded) = Default::default();
+        Courier { links, limits, pinner, routes, stranded }
     }
 
-    /// Bytes of this instance's slots.
-    pub(super) fn slot_bytes(&self) -> u64 {
-        self.limits.slot_bytes
-    }
-
-    /// The staging slots for pieces from `peer`.
-    ///
-    /// # Errors
-    /// When no transport can reach memory of this process, or there is no memory left.
-    pub(super) fn landing(&mut self, peer: InstanceId) -> Result<&Landing> {
-        if !self.landings.contains_key(&peer) {
-            let HandOffLimits { slot_bytes, slots, .. } = self.limits;
-            let memory = (self.links.make_region)(self.limits.region_bytes())?;
-            let mut refused = Error::unsupported("there is no transport");
-            let mut regions = Vec::new();
-            for transport in &self.links.transports {
-                match transport.register(memory.clone(), RemoteAccess::Write) {
-                    Ok(region) => regions.push(region),
-                    Err(error) => {
-                        tracing::warn!(%peer, transport = transport.name(), %error, "staging memory is not reachable");
-                        refused = error.context(transport.name());
-                    }
-                }
-            }
-            if regions.is_empty() {
-                return Err(refused);
-            }
-            let (landing, pinned) = (Landing { regions, slots, slot_bytes }, self.pinner.pin(&memory));
-            self.landings.insert(peer, Landed { landing, memory, pinned });
-        }
-        Ok(&self.landings[&peer].landing)
-    }
-
-    /// Memory for one piece that no peer can access, in which it is verified before use; none if there is no
-    /// memory left.
-    pub(super) fn private(&mut self) -> Option<Arc<dyn SharedMemory>> {
-        if self.private.is_none() {
-            let memory = (self.links.make_region)(self.limits.slot_bytes).ok()?;
-            let pinned = self.pinner.pin(&memory);
-            self.private = Some((memory, pinned));
-        }
-        self.private.as_ref().map(|(memory, _)| memory.clone())
-    }
-
-    /// Shows the contents of a slot that `peer` wrote.
-    ///
-    /// # Errors
-    /// `Invalid` if there is no such slot.
-    pub(super) fn look(
-        &self,
-        peer: InstanceId,
-        slot: u32,
-        bytes: u64,
-        look: &mut dyn FnMut(&[u8]),
-    ) -> Result<()> {
-        let Landed { landing, memory, .. } =
-            self.landings.get(&peer).ok_or_else(|| Error::invalid(format!("{peer} has no slots here")))?;
-        if slot >= landing.slots || bytes > landing.slot_bytes {
-            return Err(Error::invalid(format!("{bytes} bytes in slot {slot}: no such slot")));
-        }
-        memory.view(u64::from(slot) * landing.slot_bytes, bytes, look)
-    }
-
-    /// Forgets a lost peer, and fences off its late writes.
+    /// Forgets a lost peer.
     pub(super) fn forget(&mut self, peer: InstanceId) {
         self.routes.remove(&peer);
         self.stranded.retain(|(to, _)| *to != peer);
-        let Some(Landed { landing, pinned, .. }) = self.landings.remove(&peer) else { return };
-        // Fencing may replace the pages that are pinned.
-        drop(pinned);
-        for region in &landing.regions {
-            for transport in self.links.transports.iter().filter(|t| t.name() == region.transport) {
-                if let Err(error) = transport.deregister(region) {
-                    tracing::warn!(%peer, %error, "staging memory could not be fenced");
-                }
-            }
-        }
     }
 
     /// Forgets all peers.
     pub(super) fn forget_all(&mut self) {
-        let peers: Vec<InstanceId> = self.landings.keys().chain(self.routes.keys()).copied().collect();
-        peers.into_iter().for_each(|peer| self.forget(peer));
+        self.routes.clear();
         self.stranded.clear();
     }
 

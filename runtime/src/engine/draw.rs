@@ -86,7 +86,7 @@ impl Worker {
         drawn: Drawn,
         tops: &[[u32; 2]],
     ) -> Result<std::result::Result<DrawnToken, String>> {
-        let token = match checked(drawn, self.forward.config().vocab)? {
+        let token = match checked(drawn, self.steps.forward.config().vocab)? {
             Ok(id) => id,
             Err(error) => return Ok(Err(error.to_string())),
         };

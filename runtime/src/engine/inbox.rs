@@ -2,16 +2,16 @@
 
 use super::compiled::{BegunGrammar, CompiledFor};
 use super::fault::{self, Fault, Outcome, Scope};
-use super::handoff::Outgoing;
-use super::messages::{FromWorker, HandOff, Job, KvMessage, Order, ToWorker, Transfer};
+use super::messages::{FromWorker, HandOff, Job, Order, ToWorker, Transfer};
+use super::receiver::Expected;
 use super::shaping::Shaping;
 use super::spans::WorkPhase;
 use super::tiers::InstanceTiers;
 use super::worker::{Active, Event, Worker};
 use crate::request::Failure;
 use crate::request::RouterId;
+use mixfleet_hal::Result;
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{Error, ErrorKind, Result};
 use mixfleet_scheduler::batch::{After, RequestId, TokenIds, Urgency};
 use mixfleet_scheduler::fleet::{InstanceId, Role};
 use mixfleet_scheduler::kv::Tier;
@@ -27,7 +27,7 @@ impl Worker {
         let Err(Fault { scope, error }) = outcome else { return Ok(()) };
         match scope {
             Scope::Request(request) => {
-                tracing::warn!(request, device = %self.device.info().id, %error, "a request cannot be done");
+                tracing::warn!(request, device = %self.steps.device.info().id, %error, "a request cannot be done");
                 self.fail_request(request, fault::failure(&error))
             }
             Scope::Link(request, sender) => {
@@ -65,7 +65,7 @@ impl Worker {
             }
             ToWorker::Abandon { router } => {
                 self.grammars.abandon(router);
-                let all = self.active.keys().chain(self.sender.outgoing.keys()).copied();
+                let all = self.active.keys().copied().chain(self.sender.requests());
                 let its: BTreeSet<RequestId> = all.filter(|&id| RouterId::of(id) == router).collect();
                 its.into_iter().try_for_each(|request| self.cancel(request))
             }
@@ -108,17 +108,13 @@ impl Worker {
                     Err(error) => {
                         let Job { request, attempt, .. } = job;
                         tracing::warn!(request, %error, "a prefix is not lent");
-                        self.sender.directory.tell(
-                            to.to,
-                            self.id,
-                            KvMessage::Lent { request, attempt, until: 0 },
-                        );
+                        self.sender.tell_lent(to.to, request, attempt, 0);
+                        self.release_sent()?;
                     }
                 }
             }
             Order::NotLent { request, attempt } => {
-                if let Some(incoming) = self.incoming(request, attempt) {
-                    incoming.abandon();
+                if self.receiver.abandon(request, attempt) {
                     self.settle_incoming(request)?;
                 }
             }
@@ -126,39 +122,6 @@ impl Worker {
             // its process passes that on
             Order::Ended(_) => {}
             Order::Cancel { request } => self.cancel(request)?,
-        }
-        Ok(())
-    }
-
-    /// Handles a message of a peer about KV.
-    pub(super) fn handle_kv_message(&mut self, peer: InstanceId, word: KvMessage) -> Result<()> {
-        match word {
-            KvMessage::Landed(_)
-            | KvMessage::Credit { .. }
-            | KvMessage::Lent { .. }
-            | KvMessage::Lost { .. } => {
-                if let Some(request) = self.intake().take_in(peer, word)? {
-                    self.settle_incoming(request)?;
-                }
-            }
-            KvMessage::HandedOver { request, attempt, next } => {
-                let vocabulary = self.forward.config().vocab;
-                let Some(incoming) = self.incoming(request, attempt) else { return Ok(()) };
-                if !incoming.hand_over(peer, next) {
-                    return Ok(());
-                }
-                if next >= vocabulary {
-                    let detail = format!("{peer} drew token {next} of a vocabulary of {vocabulary}");
-                    let fault = Fault::of_request(request, Error::new(ErrorKind::Corrupt, detail));
-                    return self.contain(Err(fault));
-                }
-                self.settle_incoming(request)?;
-            }
-            KvMessage::Verdict { request, attempt, piece, intact } => {
-                self.verdict(peer, (request, attempt), (piece, intact))?;
-            }
-            KvMessage::TakenOver { request, attempt } => self.taken_over(peer, request, attempt)?,
-            KvMessage::Down => self.peer_down(peer)?,
         }
         Ok(())
     }
@@ -202,7 +165,7 @@ impl Worker {
     pub(super) fn cancel(&mut self, request: RequestId) -> Result<()> {
         self.grammars.cancel(request);
         self.remove(request);
-        self.sender.outgoing.remove(&request);
+        self.sender.forget(request);
         self.machine_step(Event::Cancel { request })
     }
 
@@ -216,7 +179,8 @@ impl Worker {
         let request = job.request;
         let after = if hand_off.is_some() { After::HandOff } else { After::Decode };
         if let Some(to) = hand_off {
-            self.begin_outgoing(request, Outgoing::new(Transfer::HandOff, to))?;
+            self.sender.begin(request, Transfer::HandOff, to);
+            self.release_sent()?;
         }
         let source = pull.map(|source| source.capped(job.length(), self.kv.shape.page_tokens));
         let pulls = source.map_or(0, |source| source.until);
@@ -249,7 +213,8 @@ impl Worker {
         let Job { request, attempt, wanted, .. } = job;
         let shaping = Shaping::new(&wanted, begun);
         let phase = WorkPhase::Prompt(self.env.now());
-        self.active.insert(request, Active { attempt, wanted, shaping, sender, phase });
+        let expected = sender.map(|(transfer, source)| Expected { attempt, transfer, source });
+        self.active.insert(request, Active { attempt, wanted, shaping, expected, phase });
         (urgency, text)
     }
 }

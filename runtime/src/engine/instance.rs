@@ -1,18 +1,18 @@
 //! A device with the model loaded, which becomes an instance of the fleet.
 
-use super::beside::Postponed;
 use super::compiled::GrammarWait;
 use super::courier::{Courier, HandOffLimits, Links};
 use super::directory::{Directory, Inboxes};
-use super::handoff::LAYERS_IN_FLIGHT;
 use super::health::HealthWatch;
+use super::landings::Landings;
 use super::members::{MemberModel, OtherMembers};
 use super::messages::{FromWorker, Report};
 use super::pages::{InstanceKv, KvPart};
 use super::pinning::Pinner;
-use super::recordings::Recordings;
+use super::receiver::KvReceiver;
 use super::renew::PROBE_BYTES;
-use super::sender::Sender;
+use super::sender::{KvSender, LAYERS_IN_FLIGHT};
+use super::step::{Postponed, StepRunner};
 use super::support::{check_attention, check_products, check_support};
 use super::tiers::{InstanceTiers, LowerTiers, PendingDisk};
 use super::worker::Worker;
@@ -500,28 +500,24 @@ impl Loaded {
             disk.start_disk(pool, &own_name, env);
         }
         let below = below.map(|pool| InstanceTiers::new(own_name, pool, block_bytes, &pinner));
+        let courier = Courier::new(links.clone(), *hand_off, pinner.clone());
+        let landings = Landings::new(links.clone(), *hand_off, pinner);
         let (orders_sender, orders) = mailbox("orders", INBOX_MAX);
         let (words_sender, words) = mailbox("KV messages", INBOX_MAX);
         let mut worker = Worker {
             id,
             env: env.clone(),
-            queue: device.queue()?,
             postponed: Postponed::default(),
-            copies: Worker::queues_for_copies(&device, others.as_ref())?,
             probed: device.alloc(2 * PROBE_BYTES as u64, BufferUsage::Staging)?,
             health: HealthWatch::new(device.info().id.clone(), metrics.clone()),
-            device,
-            forward,
-            others,
+            steps: StepRunner::new(device, forward, others, step_timeout)?,
             machine: BatchMachine::new(batch.clone()).predicted_by(cost.clone()),
             limits: batch,
             cost,
             up: up.clone(),
-            step_timeout,
-            recordings: Recordings::default(),
             active: HashMap::new(),
-            incoming: HashMap::new(),
-            sender: Sender::new(id, Courier::new(links.clone(), *hand_off, pinner), surroundings),
+            sender: KvSender::new(id, courier, surroundings),
+            receiver: KvReceiver::new(id, landings, surroundings),
             kv,
             grammars: GrammarWait::new(grammars),
             below,
@@ -531,7 +527,6 @@ impl Loaded {
             reports: reports.clone(),
             reported_at: Cell::new(Seconds::ZERO),
             load_reported: Cell::new(None),
-            waited: Seconds::ZERO,
             metrics: metrics.clone(),
         };
         worker.warm()?;

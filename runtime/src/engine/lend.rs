@@ -4,13 +4,14 @@
 //! may be outdated: the holder first tells how much it sends. It serves other requests meanwhile, so a piece
 //! is sent whenever a slot is free, and nothing waits for one.
 
-use super::handoff::{Outgoing, pieces};
-use super::messages::{HandOff, Job, KvMessage, PieceId, Transfer};
+use super::messages::{HandOff, Job, PieceId, Transfer};
+use super::pages::InstanceKv;
+use super::sender::pieces;
 use super::worker::{Event, Worker};
 use crate::pool::Lease;
 use mixfleet_hal::Result;
 use mixfleet_hal::cast::{to_u32, to_usize};
-use mixfleet_scheduler::batch::{RequestId, Text, TokenIds};
+use mixfleet_scheduler::batch::{Text, TokenIds};
 use mixfleet_scheduler::kv::BlockHash;
 use twox_hash::XxHash3_64;
 
@@ -25,8 +26,10 @@ pub(super) struct Lent {
 
 /// The location of a piece's bytes.
 pub(super) enum PieceSource {
-    /// The piece is on the device or devices, in a sequence with these pages.
-    Pages(Vec<u32>),
+    /// The piece is on the device or devices, in the pages of its sequence.
+    Sequence,
+    /// The piece is on the device or devices, in the pages that are lent.
+    Lent,
     /// The piece is in the lower tiers, and corrupt.
     Corrupt,
     /// The piece is in the lower tiers: its bytes.
@@ -45,18 +48,47 @@ fn digests(lease: &Lease, layers: usize) -> Vec<Vec<u64>> {
     (0..lease.len()).map_while(of_block).collect()
 }
 
+impl Lent {
+    /// Number of blocks.
+    pub(super) fn blocks(&self) -> usize {
+        self.lease.len()
+    }
+
+    /// Copies and verifies the bytes of a piece.
+    pub(super) fn read(&self, piece: &PieceId, kv: &InstanceKv) -> Result<PieceSource> {
+        let Lent { from, lease, digests } = self;
+        let page_tokens = kv.shape.page_tokens;
+        let token_bytes = to_usize(kv.layer_bytes(1, kv.shape.dtype));
+        let mut payload = Vec::with_capacity(piece.tokens as usize * token_bytes);
+        let (mut at, end) = (piece.first - *from, piece.first + piece.tokens - *from);
+        while at < end {
+            let next = end.min((at / page_tokens + 1) * page_tokens);
+            let (block, layer) = ((at / page_tokens) as usize, piece.layer as usize);
+            let (mut copy, layer_bytes) = (Vec::new(), page_tokens as usize * token_bytes);
+            lease.view_unchecked(block, &mut |bytes| {
+                copy.extend_from_slice(&bytes[layer * layer_bytes..(layer + 1) * layer_bytes]);
+            })?;
+            if XxHash3_64::oneshot(&copy) != digests[block][layer] {
+                lease.drop_corrupt(block)?;
+                return Ok(PieceSource::Corrupt);
+            }
+            let begin = (at % page_tokens) as usize * token_bytes;
+            payload.extend_from_slice(&copy[begin..begin + (next - at) as usize * token_bytes]);
+            at = next;
+        }
+        Ok(PieceSource::LowerTier(payload))
+    }
+}
+
 impl Worker {
     /// Starts sending the KV of the first `until` tokens, as far as it is here and the receiver lacks it.
     pub(super) fn lend(&mut self, job: &Job, until: u32, to: HandOff) -> Result<()> {
         let Job { request, attempt, .. } = *job;
         let peer = to.to;
-        let until = match self.sender.hand_off(request) {
-            // It is computed here, so the view of whoever asks is outdated.
-            Some(_) => 0,
-            None => self.begin_to_lend(job, until, to)?,
-        };
-        self.sender.directory.tell(peer, self.id, KvMessage::Lent { request, attempt, until });
-        self.settle_outgoing(request)
+        // What is computed here is not lent: the view of whoever asks is outdated.
+        let until = if self.sender.hands_off(request) { 0 } else { self.begin_to_lend(job, until, to)? };
+        self.sender.tell_lent(peer, request, attempt, until);
+        self.release_sent()
     }
 
     /// Queues the pieces, and returns how many leading tokens the receiver will have.
@@ -65,14 +97,15 @@ impl Worker {
         let mut tokens = job.tokens();
         tokens.truncate(until as usize);
         let (from, wire, most) = (to.lacking.from, to.wire, self.kv.piece_tokens_in(&to));
-        self.begin_outgoing(request, Outgoing::new(Transfer::Prefix, to))?;
+        self.sender.begin(request, Transfer::Prefix, to);
+        self.release_sent()?;
         let mut text = TokenIds::new(tokens.clone(), job.hasher, self.limits.block_tokens);
         let blocks = to_u32(tokens.len()) / self.limits.block_tokens;
         let chain: Vec<BlockHash> = (0..blocks).map(|block| text.hash(block)).collect();
         self.machine_step(Event::Lend { request, text })?;
 
         let page_tokens = self.kv.shape.page_tokens;
-        let on_device = self.kv.tokens_in(&self.sender.outgoing[&request].pages);
+        let on_device = self.sender.tokens_lent(request, &self.kv);
         // What the receiver has already is not loaded.
         let below_from = on_device.max(from / page_tokens * page_tokens);
         let mut below = None;
@@ -91,50 +124,14 @@ impl Worker {
             let above = pieces(layer, from..on_device, most);
             above.chain(pieces(layer, from.max(below_from)..end, most))
         };
-        let outgoing = self.sender.outgoing.get_mut(&request).expect("just begun");
-        outgoing.waiting = (0..layers).flat_map(of_layer).collect();
-        outgoing.below = below;
+        self.sender.queue_prefix(request, (0..layers).flat_map(of_layer), below);
         Ok(end)
-    }
-
-    /// Locates the bytes of a piece; those in the lower tiers are copied and verified.
-    pub(super) fn place(&self, request: RequestId, piece: &PieceId) -> Result<PieceSource> {
-        let (outgoing, page_tokens) = (&self.sender.outgoing[&request], self.kv.shape.page_tokens);
-        let (first, tokens) = (piece.first, piece.first..piece.first + piece.tokens);
-        let lent = outgoing.below.as_ref().filter(|_| first >= self.kv.tokens_in(&outgoing.pages));
-        let Some(Lent { from, lease, digests }) = lent else {
-            let pages = match outgoing.transfer {
-                Transfer::HandOff => self.machine.pages(request),
-                Transfer::Prefix => &outgoing.pages,
-            };
-            return Ok(PieceSource::Pages(pages.to_vec()));
-        };
-        let token_bytes = to_usize(self.kv.layer_bytes(1, self.kv.shape.dtype));
-        let mut payload = Vec::with_capacity(piece.tokens as usize * token_bytes);
-        let (mut at, end) = (first - *from, tokens.end - *from);
-        while at < end {
-            let next = end.min((at / page_tokens + 1) * page_tokens);
-            let (block, layer) = ((at / page_tokens) as usize, piece.layer as usize);
-            let (mut copy, layer_bytes) = (Vec::new(), page_tokens as usize * token_bytes);
-            lease.view_unchecked(block, &mut |bytes| {
-                copy.extend_from_slice(&bytes[layer * layer_bytes..(layer + 1) * layer_bytes]);
-            })?;
-            if XxHash3_64::oneshot(&copy) != digests[block][layer] {
-                lease.drop_corrupt(block)?;
-                return Ok(PieceSource::Corrupt);
-            }
-            let begin = (at % page_tokens) as usize * token_bytes;
-            payload.extend_from_slice(&copy[begin..begin + (next - at) as usize * token_bytes]);
-            at = next;
-        }
-        Ok(PieceSource::LowerTier(payload))
     }
 
     /// Loads blocks of a prefix to be lent into host memory. All lent blocks together take at most half of
     /// it, so that the device can still evict blocks to the rest.
     fn lease_to_lend(&mut self, chain: &[BlockHash], tokens: &[u32]) -> Option<Lease> {
-        let lent: usize =
-            self.sender.outgoing.values().filter_map(|o| Some(o.below.as_ref()?.lease.len())).sum();
+        let lent = self.sender.blocks_below();
         let most = (self.below.as_ref()?.dram_blocks() / 2).saturating_sub(lent).min(chain.len());
         let lease = self.lease(&chain[..most], &tokens[..most * self.kv.shape.page_tokens as usize]);
         self.report_tiers();

@@ -1,13 +1,13 @@
 //! Loads KV from lower tiers, block by block, while steps of other sequences run.
 //!
 //! A sequence that waits for its blocks is in no step, and its pages are its own, so that they may be written
-//! at any time ([`beside`](super::beside)). Where the device copies beside a step, a block follows the other
+//! at any time ([`step`](super::step)). Where the device copies beside a step, a block follows the other
 //! while a step runs. Elsewhere loads get a share of the steps' time, and all of it while there is no step.
 //! While the disk reads a block, nothing but the sequence waits for it. The sequence joins a step once its
 //! last block is there.
 
 use super::tiers::{EvictedBlock, block};
-use super::worker::{Event, Worker, queues};
+use super::worker::{Event, Worker};
 use crate::pool::{Kept, Lease, NextBlock, Pool};
 use mixfleet_hal::Result;
 use mixfleet_hal::cast::to_u32;
@@ -117,7 +117,7 @@ impl Worker {
         // a load that waits for others must not keep host memory from them
         let is_next = load.is_loading && !self.has_loads();
         load.lease = load.lease.filter(|_| is_next);
-        if !load.is_loading && (self.copies.is_empty() || self.others.is_some()) {
+        if !load.is_loading && (self.steps.copies.is_empty() || self.steps.others.is_some()) {
             // nothing is copied beside steps: it would hold up the prompt only
             self.keep_all(&mut load)?;
         }
@@ -127,8 +127,8 @@ impl Worker {
 
     /// Copies what the pages of a load held to lower tiers.
     fn keep_all(&mut self, load: &mut BlockLoad) -> Result<()> {
-        let Worker { below: Some(below), kv, queue, copies, .. } = self else { return Ok(()) };
-        let mut queues = queues(queue, copies);
+        let Worker { below: Some(below), kv, steps, .. } = self else { return Ok(()) };
+        let mut queues = steps.copy_queues();
         for evicted in load.evicted.drain(..) {
             below.keep(&evicted, kv, &mut queues)?;
         }
@@ -177,14 +177,14 @@ impl Worker {
     /// Copies the next block that a sequence waits for to its page, or what a page held to lower tiers. Waits
     /// for the disk no longer than `wait`.
     pub(super) fn load_block(&mut self, wait: Duration) -> Result<LoadProgress> {
-        let Worker { below: Some(below), loads, kv, queue, copies, .. } = self else {
+        let Worker { below: Some(below), loads, kv, steps, .. } = self else {
             return Ok(LoadProgress::Done);
         };
         // a sequence without a load only waits for its own pages to be saved: it goes first
         let next = loads.iter().position(|load| !load.is_loading && !load.is_over());
         let next = next.or_else(|| loads.iter().position(|load| !load.is_over()));
         let Some(load) = next.and_then(|at| loads.get_mut(at)) else { return Ok(LoadProgress::Done) };
-        let mut queues = queues(queue, copies);
+        let mut queues = steps.copy_queues();
         let page = load.pages.get(load.done).copied().filter(|_| load.is_loading);
         let held_before = match page {
             Some(page) => load.evicted.iter().position(|evicted| evicted.page == page),

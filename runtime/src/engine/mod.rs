@@ -9,7 +9,6 @@
 //! instance machine.
 
 mod answers;
-mod beside;
 pub mod calibrate;
 mod check;
 mod compiled;
@@ -20,12 +19,11 @@ mod coverage;
 pub(crate) mod directory;
 mod draw;
 mod fault;
-mod handoff;
 mod health;
 mod identity;
 mod inbox;
-mod incoming;
 pub(crate) mod instance;
+mod landings;
 mod leaving;
 mod lend;
 mod loading;
@@ -35,12 +33,14 @@ mod members;
 pub(crate) mod messages;
 mod pages;
 mod pinning;
+mod receiver;
 mod recordings;
 mod renew;
 mod sender;
 mod shaping;
 mod spans;
 pub mod speed;
+mod step;
 mod support;
 mod suspects;
 mod tiers;
@@ -50,11 +50,11 @@ mod watch;
 mod worker;
 
 pub use courier::{HandOffLimits, Links};
-pub use handoff::wire_dtype;
 pub use identity::Identity;
 pub use instance::{InstanceLimits, InstanceSpec, Loaded, MemberSpec};
 pub use messages::Held;
 pub use pages::Pages;
+pub use sender::wire_dtype;
 pub use tiers::LowerTiers;
 
 use crate::env::SharedEnv;

@@ -11,7 +11,7 @@ use super::worker::COPY_TIMEOUT;
 use crate::model::attention::pools;
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, Error, KvShape, OpSig, Queue, Result, Slice, Ticket};
-use mixfleet_scheduler::batch::{LayerPages, NO_PAGE};
+use mixfleet_scheduler::batch::{Instance, LayerPages, NO_PAGE, RequestId, TokenIds};
 use mixfleet_scheduler::cost::{MemberShare, Partition};
 use std::ops::Range;
 use std::sync::Arc;
@@ -369,6 +369,46 @@ impl InstanceKv {
             return Err(Error::invalid(format!("{bytes} bytes are not the KV of {span:?}")));
         }
         Ok(())
+    }
+}
+
+/// KV of the sequences of an instance machine, as those who send it and take it in see it.
+pub(super) struct SequenceKv<'a> {
+    pub(super) kv: &'a mut InstanceKv,
+    pub(super) machine: &'a Instance<TokenIds>,
+    /// The queues that copy KV, in the order of members.
+    pub(super) queues: Vec<&'a mut dyn Queue>,
+}
+
+impl SequenceKv<'_> {
+    /// Reads a piece into `place`: of a request's own pages, or of those that are `lent`.
+    ///
+    /// # Errors
+    /// Those of the devices.
+    pub(super) fn read(
+        &mut self,
+        request: RequestId,
+        lent: Option<&[u32]>,
+        piece: &PieceId,
+        wire: DType,
+        place: &mut [u8],
+    ) -> Result<()> {
+        let pages = lent.unwrap_or_else(|| self.machine.pages(request));
+        self.kv.read(&mut self.queues, &piece.span(pages, wire), place)
+    }
+
+    /// Writes a piece to a request's pages.
+    ///
+    /// # Errors
+    /// Those of the devices.
+    pub(super) fn write(
+        &mut self,
+        request: RequestId,
+        piece: &PieceId,
+        wire: DType,
+        payload: &[u8],
+    ) -> Result<()> {
+        self.kv.write(&mut self.queues, &piece.span(self.machine.pages(request), wire), payload)
     }
 }
 

@@ -1,16 +1,14 @@
 //! Reopening an instance whose device failed, once the device answers again.
 
-use super::members::OtherMembers;
 use super::messages::FromWorker;
 use super::worker::Worker;
 use futures_util::FutureExt;
 use mixfleet_hal::cast::{low_u8, to_u8};
 use mixfleet_hal::units::Seconds;
-use mixfleet_hal::{Cmd, Device, Error, ErrorKind, OpSig, Queue, Result};
+use mixfleet_hal::{Cmd, Error, ErrorKind, OpSig, Result};
 use mixfleet_scheduler::batch::Instance;
 use std::any::Any;
 use std::panic::AssertUnwindSafe;
-use std::sync::Arc;
 use std::time::Duration;
 
 /// Interval between attempts to reach a failed device.
@@ -35,7 +33,7 @@ impl Worker {
         loop {
             let began = self.env.now();
             let Err(error) = self.live().await else { return };
-            let device = self.device.info().id.clone();
+            let device = self.steps.device.info().id.clone();
             tracing::error!(device, %error, "the instance is down");
             self.report(FromWorker::Down(error));
             if (self.env.now() - began).0 > RECOVERED.0 {
@@ -75,7 +73,7 @@ impl Worker {
                 return false;
             }
             let Err(error) = self.renew() else { return true };
-            let device = &self.device.info().id;
+            let device = &self.steps.device.info().id;
             if (self.env.now() - began).0 > GIVEN_UP.0 {
                 tracing::error!(device, %error, "the device does not answer and is given up: start the process anew");
                 return false;
@@ -86,38 +84,19 @@ impl Worker {
         }
     }
 
-    /// Opens a new queue, since a failed batch fails all later ones in its queue.
-    pub(super) fn renew_queue(&mut self) -> Result<()> {
-        // Recordings belong to the queue, and must be dropped first.
-        self.recordings.clear();
-        self.queue = self.device.queue()?;
-        self.others.as_mut().map_or(Ok(()), OtherMembers::renew_queues)
-    }
-
-    /// A queue of each device for copies beside steps; none of an only device that cannot. Of several, which
-    /// wait for each other in steps, each has times at which it has nothing else to do.
-    pub(super) fn queues_for_copies(
-        first: &Arc<dyn Device>,
-        others: Option<&OtherMembers>,
-    ) -> Result<Vec<Box<dyn Queue>>> {
-        let all = std::iter::once(first).chain(others.into_iter().flat_map(OtherMembers::devices));
-        let copies = others.is_some() || first.limits().copies_beside;
-        all.filter(|_| copies).map(|device| device.queue()).collect()
-    }
-
     /// Checks that the device stores, copies and returns bytes.
     fn probe(&mut self) -> Result<()> {
         let sent: [u8; PROBE_BYTES] = std::array::from_fn(|at| to_u8(at) ^ low_u8(self.env.random()));
         let half = PROBE_BYTES as u64;
         let place = |at: u64| self.probed.range(at * half, half);
         let (source, target) = (place(0), place(1));
-        self.device.write(&source, &sent)?;
-        self.device.write(&target, &[0; PROBE_BYTES])?;
+        self.steps.device.write(&source, &sent)?;
+        self.steps.device.write(&target, &[0; PROBE_BYTES])?;
         let copy = Cmd::new(OpSig::Copy { bytes: half }, &[source, target.clone()])?;
-        let ticket = self.queue.submit(&[copy])?;
-        self.queue.wait(ticket, PROBE_TIMEOUT)?;
+        let ticket = self.steps.queue.submit(&[copy])?;
+        self.steps.queue.wait(ticket, PROBE_TIMEOUT)?;
         let mut came = [0; PROBE_BYTES];
-        self.device.read(&target, &mut came)?;
+        self.steps.device.read(&target, &mut came)?;
         if came == sent {
             return Ok(());
         }
@@ -126,16 +105,14 @@ impl Worker {
 
     /// Resets the instance to its initial state, if the device computes.
     fn renew(&mut self) -> Result<()> {
-        self.renew_queue()?;
-        self.copies = Worker::queues_for_copies(&self.device, self.others.as_ref())?;
+        self.steps.renew_queue()?;
+        self.steps.renew_copies()?;
         self.probe()?;
         self.active.clear();
-        self.incoming.clear();
-        self.sender.outgoing.clear();
-        self.sender.given_up.clear();
+        self.receiver.clear();
+        self.sender.clear();
         self.postponed.clear();
         self.loads.clear();
-        self.sender.courier.forget_all();
         self.machine = Instance::new(self.limits.clone()).predicted_by(self.cost.clone());
         Ok(())
     }

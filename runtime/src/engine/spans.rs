@@ -27,7 +27,7 @@ impl Worker {
 
     /// A token was drawn here, behind a prompt if it is the first.
     pub(super) fn prompt_done(&mut self, request: RequestId) {
-        let (now, is_sent) = (self.env.now(), self.sender.hand_off(request).is_some());
+        let (now, is_sent) = (self.env.now(), self.sender.hands_off(request));
         let Some(active) = self.active.get_mut(&request) else { return };
         let WorkPhase::Prompt(since) = active.phase else { return };
         active.phase = if is_sent { WorkPhase::HandOff } else { WorkPhase::Decode(now) };
@@ -62,7 +62,7 @@ impl Worker {
         let trace = active.wanted.hints.trace;
         let facts = || -> SpanFacts {
             vec![
-                ("mixfleet.instance", SpanFact::Text(self.device.info().id.clone())),
+                ("mixfleet.instance", SpanFact::Text(self.steps.device.info().id.clone())),
                 ("mixfleet.attempt", SpanFact::Count(active.attempt.into())),
             ]
         };

@@ -10,7 +10,7 @@
 
 use super::pages::{InstanceKv, KvSpan};
 use super::pinning::Pinner;
-use super::worker::{Action, Worker, queues};
+use super::worker::{Action, Worker};
 use crate::engine::messages::FromWorker;
 use crate::env::SharedEnv;
 use crate::metrics::{DeviceLabels, Metrics, TierLabels};
@@ -225,10 +225,10 @@ fn refused(error: PoolError) -> Error {
 impl Worker {
     /// Reports the blocks that lower tiers hold from before, and the measured cost of loading them.
     pub(super) fn begin_tiers(&mut self) -> Result<()> {
-        let Worker { below: Some(below), env, kv, queue, copies, .. } = self else { return Ok(()) };
+        let Worker { below: Some(below), env, kv, steps, .. } = self else { return Ok(()) };
         // The contents do not matter: slot 0 and page 0 are not used yet.
         let (slot, bytes) = (below.pool.regions()[0].clone(), below.block_bytes);
-        let (span, mut queues) = (block(kv, &0), queues(queue, copies));
+        let (span, mut queues) = (block(kv, &0), steps.copy_queues());
         let mut least = f64::INFINITY;
         for _ in 0..3 {
             let start = env.now();
@@ -285,7 +285,7 @@ impl Worker {
         actions: &[Action],
         lease: &mut Option<Lease>,
     ) -> Result<VecDeque<EvictedBlock>> {
-        let Worker { below: Some(below), kv, queue, copies, loads, machine, .. } = self else {
+        let Worker { below: Some(below), kv, steps, loads, machine, .. } = self else {
             return Ok(VecDeque::new());
         };
         let waiting = actions.iter().find_map(|action| match action {
@@ -296,7 +296,7 @@ impl Worker {
         let evicted = actions.iter().filter_map(|a| if let Action::Evicted(e) = a { Some(e) } else { None });
         let (later, now): (Vec<_>, Vec<_>) =
             evicted.flatten().partition(|block| waiting.contains(&block.page));
-        let mut queues = queues(queue, copies);
+        let mut queues = steps.copy_queues();
         for block in &now {
             if below.keep(block, kv, &mut queues)? == Kept::Full && below.pool.has_disk() {
                 let leases = loads.iter_mut().map(|load| &mut load.lease).chain([&mut *lease]);
@@ -315,14 +315,14 @@ impl Worker {
     /// Copies the whole blocks of a request's prompt, whose KV is in its pages, to host memory for engines of
     /// others, as far as there is room.
     pub(super) fn keep_prompt(&mut self, request: RequestId) -> Result<()> {
-        let Worker { below: Some(below), kv, queue, copies, machine, active, limits, .. } = self else {
+        let Worker { below: Some(below), kv, steps, machine, active, limits, .. } = self else {
             return Ok(());
         };
         let Some(active) = active.get(&request) else { return Ok(()) };
         let blocks = active.wanted.prompt_ids.len() / limits.block_tokens as usize;
         let pages: Vec<u32> = machine.pages(request).iter().copied().take(blocks).collect();
         let Some(text) = machine.text_mut(request) else { return Ok(()) };
-        let mut queues = queues(queue, copies);
+        let mut queues = steps.copy_queues();
         // the last one first, so that it leaves host memory first
         for (at, page) in pages.iter().enumerate().take(below.dram_blocks).rev() {
             let at = to_u32(at);

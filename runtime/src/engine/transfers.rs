@@ -3,8 +3,8 @@
 
 use super::answers::Drawn;
 use super::coordinator::{Coordinator, Tracked};
-use super::handoff::wire_dtype;
 use super::messages::{HandOff, Job, Lacking, Landing, Order};
+use super::sender::wire_dtype;
 use mixfleet_hal::DType;
 use mixfleet_scheduler::batch::Urgency;
 use mixfleet_scheduler::fleet::{Event, InstanceId};

@@ -2,7 +2,7 @@
 //! compiles a kernel when it is first used, and records a step of decodes when it first comes.
 
 use super::fault;
-use super::worker::{Worker, queues};
+use super::worker::Worker;
 use crate::model::draws::DrawInput;
 use crate::model::graph::StepInput;
 use crate::request::Sampling;
@@ -24,11 +24,11 @@ impl Worker {
     /// # Errors
     /// When the device is lost. What it rejects is left to serving, which tells whom it concerns.
     pub(super) fn warm(&mut self) -> Result<()> {
-        if !self.device.limits().replay_pays || self.others.is_some() {
+        if !self.steps.device.limits().replay_pays || self.steps.others.is_some() {
             return Ok(());
         }
         let began = self.env.now();
-        let device = self.device.info().id.clone();
+        let device = self.steps.device.info().id.clone();
         match self.run_all() {
             Ok(()) => {
                 let seconds = (self.env.now() - began).0;
@@ -37,14 +37,14 @@ impl Worker {
             }
             Err(error) if fault::concerns_step_only(&error) => {
                 tracing::warn!(%device, %error, "not all first steps ran; the first requests may be slower");
-                self.renew_queue()
+                self.steps.renew_queue()
             }
             Err(error) => Err(error),
         }
     }
 
     fn run_all(&mut self) -> Result<()> {
-        let (shape, context) = (*self.forward.shape(), self.forward.config().context_max);
+        let (shape, context) = (*self.steps.forward.shape(), self.steps.forward.config().context_max);
         let block_pages = self.limits.page_parts.count();
         let first = vec![0; block_pages as usize];
         let parameters = Sampling::default().parameters(0, false);
@@ -69,22 +69,22 @@ impl Worker {
 
     /// Runs a step: whole if it is recorded, or else one layer of it, since the others have the same kernels.
     fn run_once(&mut self, parts: &[StepInput<'_>]) -> Result<()> {
-        let pass = self.forward.begin(&*self.device, parts)?;
+        let pass = self.steps.forward.begin(&*self.steps.device, parts)?;
         let ticket = if let Some(key) = pass.key() {
-            self.recordings.run(&mut *self.queue, &self.forward, &pass, key)?
+            self.steps.recordings.run(&mut *self.steps.queue, &self.steps.forward, &pass, key)?
         } else {
-            let mut list = self.forward.embed(&pass)?;
-            list.extend(self.forward.layer(0, &pass)?);
-            list.extend(self.forward.head(&pass)?);
-            self.queue.submit(&list)?
+            let mut list = self.steps.forward.embed(&pass)?;
+            list.extend(self.steps.forward.layer(0, &pass)?);
+            list.extend(self.steps.forward.head(&pass)?);
+            self.steps.queue.submit(&list)?
         };
-        self.queue.wait(ticket, self.step_timeout)?;
+        self.steps.queue.wait(ticket, self.steps.timeout)?;
         Ok(())
     }
 
     /// Copies the KV of a token from its page and back.
     fn copy_once(&mut self) -> Result<()> {
-        let Worker { kv, queue, copies, .. } = self;
-        kv.warm(&mut queues(queue, copies))
+        let Worker { kv, steps, .. } = self;
+        kv.warm(&mut steps.copy_queues())
     }
 }

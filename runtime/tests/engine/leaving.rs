@@ -161,7 +161,7 @@ fn kv_lands_on_several_devices_within_about_one_step_of_theirs() {
     }
 }
 
-/// As of single devices (`beside.rs`).
+/// As of single devices (`step.rs`).
 #[test]
 fn no_page_that_a_step_of_several_devices_uses_is_written_by_what_lands() {
     let checkpoint = tiny_variants().remove(0).1.load().unwrap();
