@@ -247,7 +247,6 @@ const LINES_MAX: usize = 600;
 /// Files that read better long, each with the reason.
 const LONG: &[(&str, &str)] = &[
     ("runtime/cli/tests/house.rs", "the rules, and what they list"),
-    ("runtime/src/gateway/relay.rs", "one request's way to an engine, and on to another one"),
     ("runtime/src/metrics.rs", "the one list of metrics"),
     ("scheduler/src/batch/mod.rs", "the instance machine's state and events"),
     ("scheduler/src/batch/tests.rs", "one world that drives all of these tests"),

@@ -172,11 +172,9 @@ impl Gateway {
     /// Learns from a prompt that was computed for another engine, with nothing else at work.
     fn learn_prompt(&self, at: usize, usage: &EngineUsage, cached: u32, time: Seconds) {
         let cached = usage.cached_tokens.unwrap_or(cached).min(usage.prompt_tokens);
-        if usage.prompt_tokens > cached {
-            let part = Prefill { context: cached, tokens: usage.prompt_tokens - cached, last: true };
-            let steps = MeasuredSteps { parts: vec![part], sequences: 0, kv_tokens: 0, steps: 1, time };
-            self.tell(Event::Measured { instance: InstanceId(to_u32(at)), steps });
-        }
+        let part = Prefill { context: cached, tokens: usage.prompt_tokens - cached, last: true };
+        let steps = MeasuredSteps { parts: vec![part], sequences: 0, kv_tokens: 0, steps: 1, time };
+        self.learn_steps(at, Some(steps).filter(|_| part.tokens > 0));
     }
 
     /// Reports that KV of one engine was taken over by another one.

@@ -25,6 +25,9 @@ mod keep;
 mod meaning;
 mod pass;
 mod relay;
+mod speed;
+#[cfg(test)]
+mod speed_tests;
 mod suspects;
 #[cfg(test)]
 mod suspects_tests;
@@ -203,6 +206,8 @@ struct EngineSeat {
     own: u32,
     /// Of them, those whose first token has come.
     decoding: u32,
+    /// Tokens in a chunk of its streams, once an answer has shown how many.
+    tokens_per_chunk: Option<f64>,
     /// Requests of others that the machine was told of.
     others: u32,
     /// How many there were at the last probe.

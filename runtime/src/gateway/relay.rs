@@ -1,11 +1,12 @@
 //! One client's request on its way: placed, asked, relayed, and placed again where an engine fails.
 
 use super::divided::TakenKv;
+use super::speed::Times;
 use super::suspects::NoPlace;
 use super::{Asked, EnginePlace, Gateway, RelayRequest};
 use crate::request::Rejection;
 use crate::trace::{SpanFact, SpanFacts};
-use mixfleet_hal::cast::{to_u32, to_u64};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::outside::{
     BegunAnswer, EngineAnswer, EngineCall, EngineChunk, EngineFault, EngineFaultKind, EngineShare,
     EngineStream, EngineUsage, WholeAnswer,
@@ -13,7 +14,6 @@ use mixfleet_hal::outside::{
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::canary::CanaryPair;
-use mixfleet_scheduler::cost::{MeasuredSteps, Prefill};
 use mixfleet_scheduler::fleet::{Event, InstanceId};
 use mixfleet_scheduler::quarantine::Quarantined;
 use std::sync::Arc;
@@ -23,8 +23,6 @@ use std::time::Duration;
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 /// The same before its first token; an engine that is down is noticed by its probe.
 pub(super) const QUEUE_MAX: Duration = Duration::from_secs(1800);
-/// Fewest further tokens whose time is learned from.
-const STEPS_LEARNED_MIN: u32 = 8;
 
 /// How a request begins to be answered.
 pub(crate) enum RelayOpening {
@@ -92,21 +90,6 @@ pub(crate) struct Passage {
     idle_since: Seconds,
     /// The two engines that share it, and those that would if their KV were proven.
     pub(super) canary_pairs: Vec<CanaryPair>,
-}
-
-/// What is measured of an attempt.
-#[derive(Default)]
-pub(super) struct Times {
-    pub(super) asked: Seconds,
-    first: Option<Seconds>,
-    last: Seconds,
-    /// Whether something of the answer came.
-    pub(super) came: bool,
-    /// Whether nothing else was at the engine until its first token.
-    pub(super) alone: bool,
-    /// Sum over chunks of the answers that were in progress there.
-    batch_sum: u64,
-    chunks: u32,
 }
 
 /// Places a request and waits for the beginning of its answer.
@@ -458,6 +441,8 @@ impl Passage {
             false => Event::PrefillDone { request, instance },
         };
         state.front.step(event);
+        drop(state);
+        self.measure_prompt(at);
     }
 
     fn account(&mut self, chunk: &EngineChunk) {
@@ -486,19 +471,15 @@ impl Passage {
         let mut state = self.gateway.lock();
         self.times.batch_sum += u64::from(state.seats[at].decoding);
         state.front.step(step);
+        drop(state);
+        self.measure_steps(at);
     }
 
     /// Reports that the answer is complete, and what it took.
     fn finish(&mut self) {
         let Some(at) = self.at else { return };
         if let Some(usage) = self.usage {
-            self.gateway.learn_lengths(&self.wanted, &usage);
-            let instance = InstanceId(to_u32(at));
-            for steps in self.measured(&usage) {
-                self.gateway.tell(Event::Measured { instance, steps });
-            }
-            let name = self.gateway.engine(at).name();
-            self.gateway.metrics.learned(name, self.gateway.lock().front.machine(), instance);
+            self.measure_all(at, &usage);
         }
         self.gateway.note_answered(at);
         self.is_cleared();
@@ -509,30 +490,6 @@ impl Passage {
         self.gateway.tell(Event::Finished { request: self.request });
         self.leave();
         self.send_canary();
-    }
-
-    /// What an answer in one piece tells of the engine's steps.
-    fn measured(&self, usage: &EngineUsage) -> Vec<MeasuredSteps> {
-        let (Some(first), true) = (self.times.first, self.wanted.stream && self.avoided.is_empty()) else {
-            return Vec::new();
-        };
-        let mut all = Vec::new();
-        let cached = usage.cached_tokens.unwrap_or(self.cached).min(usage.prompt_tokens);
-        if self.times.alone && !self.is_divided && usage.prompt_tokens > cached {
-            let part = Prefill { context: cached, tokens: usage.prompt_tokens - cached, last: true };
-            let time = first - self.times.asked;
-            all.push(MeasuredSteps { parts: vec![part], sequences: 0, kv_tokens: 0, steps: 1, time });
-        }
-        let steps = usage.completion_tokens.saturating_sub(1);
-        let further = self.times.chunks.saturating_sub(1);
-        if steps >= STEPS_LEARNED_MIN && further > 0 && self.wanted.choices == 1 {
-            let sequences = (self.times.batch_sum as f64 / f64::from(further)).round().max(1.0);
-            let length = u64::from(usage.prompt_tokens) + u64::from(usage.completion_tokens / 2);
-            let (sequences, time) = (to_u32(to_u64(sequences)), self.times.last - first);
-            let kv_tokens = length * u64::from(sequences);
-            all.push(MeasuredSteps { parts: Vec::new(), sequences, kv_tokens, steps, time });
-        }
-        all
     }
 
     /// Adds what it cost at this engine.
