@@ -21,7 +21,7 @@
 //! cost = price x device seconds. A device is cheapest at a job up to its *break-even*: the least cost of any
 //! rival divided by its own device seconds.
 
-use crate::cost::{CostModel, EngineCost, ModelShape, ProfileCost};
+use crate::cost::{CostModel, EngineCost, ModelShape, ProfileCost, StepCalibration};
 use crate::sizing::MEMORY_SHARE;
 use mixfleet_hal::OpSig;
 use mixfleet_hal::cast::to_u32;
@@ -134,6 +134,24 @@ pub struct Effort {
 /// # Errors
 /// Why the devices cannot hold what the job needs.
 pub fn effort(demand: &Demand, profile: &DeviceProfile, job: Job) -> Result<Effort, String> {
+    effort_by(demand, KnownTimes { profile, steps: None }, job)
+}
+
+/// What is known of a device's times.
+#[derive(Clone, Copy)]
+struct KnownTimes<'a> {
+    profile: &'a DeviceProfile,
+    /// Those of whole steps on the device itself.
+    steps: Option<&'a StepCalibration>,
+}
+
+fn effort_by(demand: &Demand, known: KnownTimes<'_>, job: Job) -> Result<Effort, String> {
+    let KnownTimes { profile, steps } = known;
+    let cost_model = |demand: &Demand, profile: &DeviceProfile| match steps {
+        Some(steps) if profile.compute.is_empty() => steps.alone(),
+        Some(steps) => steps.adjusting(cost_model(demand, profile)).0,
+        None => cost_model(demand, profile),
+    };
     let room = |k: u32| profile.memory.0 * demand.memory_share - demand.weights.0 / f64::from(k);
     let whole = |latency: Seconds, units: f64, devices, batch| Effort {
         time: latency / units,
@@ -171,6 +189,9 @@ pub fn effort(demand: &Demand, profile: &DeviceProfile, job: Job) -> Result<Effo
                 }
             };
             Ok(whole(step(batch), f64::from(batch), devices, batch))
+        }
+        Job::Attention if profile.compute.is_empty() && steps.is_some() => {
+            Err("only whole steps were measured, and nothing is known of their attention".into())
         }
         Job::Attention => {
             let kv = demand.kv_bytes(demand.context_tokens);
@@ -218,6 +239,9 @@ pub struct PricedDevice {
     pub name: String,
     /// The device's measured or published performance.
     pub profile: DeviceProfile,
+    /// Times of whole steps of the model on the device itself, to which those of its profile are adjusted. If
+    /// the profile has no arithmetic rates, they are all that is known.
+    pub steps: Option<StepCalibration>,
     /// Its rent, if known. Without a rent it does not compete, and only its break-even prices are reported.
     pub price: Option<UsdPerHour>,
 }
@@ -321,7 +345,10 @@ impl Classified {
 pub fn classify(demand: &Demand, candidates: &[PricedDevice]) -> Vec<Classified> {
     let efforts: Vec<Vec<Result<Effort, String>>> = candidates
         .iter()
-        .map(|candidate| Job::ALL.iter().map(|&job| effort(demand, &candidate.profile, job)).collect())
+        .map(|candidate| {
+            let known = KnownTimes { profile: &candidate.profile, steps: candidate.steps.as_ref() };
+            Job::ALL.iter().map(|&job| effort_by(demand, known, job)).collect()
+        })
         .collect();
     let cost = |device: usize, job: usize| -> Option<Usd> {
         Some(candidates[device].price? * efforts[device][job].as_ref().ok()?.time)

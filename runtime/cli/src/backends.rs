@@ -116,8 +116,18 @@ pub(crate) fn open_as(selector: &str, access: &RemoteArgs) -> Result<OpenDevice>
     }
 }
 
+/// Whether a selector begins with the name of a backend.
+pub(crate) fn is_named(selector: &str) -> bool {
+    all().iter().any(|backend| backend.name() == name_of(selector))
+}
+
+/// The name of a selector's backend.
+fn name_of(selector: &str) -> &str {
+    selector.split([':', '@']).next().unwrap_or(selector)
+}
+
 fn open_here(selector: &str) -> Result<Arc<dyn Device>> {
-    let name = selector.split([':', '@']).next().unwrap_or(selector);
+    let name = name_of(selector);
     let backends = all();
     let Some(backend) = backends.iter().find(|b| b.name() == name) else {
         let known: Vec<_> = backends.iter().map(|b| b.name()).collect();

@@ -10,11 +10,28 @@ use twox_hash::XxHash3_128;
 
 /// The file for `key`; none if this user has no cache directory.
 pub(crate) fn file(kind: &str, key: &impl Serialize) -> Option<PathBuf> {
+    let name = XxHash3_128::oneshot(serde_json::to_string(key).ok()?.as_bytes());
+    Some(directory()?.join(format!("{kind}-{name:032x}.json")))
+}
+
+/// All files of a kind, in order.
+pub(crate) fn files(kind: &str) -> Vec<PathBuf> {
+    let entries = directory().and_then(|directory| fs::read_dir(directory).ok());
+    let is_of_kind = |path: &PathBuf| {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        name.strip_prefix(kind).is_some_and(|rest| rest.starts_with('-') && rest.ends_with(".json"))
+    };
+    let mut files: Vec<PathBuf> = entries.into_iter().flatten().flatten().map(|entry| entry.path()).collect();
+    files.retain(is_of_kind);
+    files.sort();
+    files
+}
+
+fn directory() -> Option<PathBuf> {
     let base = std::env::var_os("XDG_CACHE_HOME")
         .map(PathBuf::from)
         .or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache")))?;
-    let name = XxHash3_128::oneshot(serde_json::to_string(key).ok()?.as_bytes());
-    Some(base.join("mixfleet").join(format!("{kind}-{name:032x}.json")))
+    Some(base.join("mixfleet"))
 }
 
 /// The content of a file, if this user wrote it and no other user could have.

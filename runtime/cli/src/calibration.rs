@@ -2,12 +2,14 @@
 
 use crate::cache;
 use anyhow::{Context, Result};
+use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::{DType, Device};
 use mixfleet_runtime::engine::calibrate::CalibrationBudget;
 use mixfleet_runtime::engine::{Loaded, calibrate, speed};
 use mixfleet_runtime::env::Env;
-use mixfleet_runtime::model::ModelConfig;
-use mixfleet_scheduler::cost::StepCalibration;
+use mixfleet_runtime::model::{ModelConfig, utc_day};
+use mixfleet_scheduler::cost::{ModelShape, StepCalibration};
+use mixfleet_sim::fleet_file::OwnCalibration;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::sync::Arc;
@@ -26,11 +28,21 @@ pub(crate) struct CalibrationKey {
     pub(crate) brief: bool,
 }
 
-#[derive(Debug, Serialize, Deserialize)]
-struct CalibrationDocument {
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Document {
     schema: String,
     key: CalibrationKey,
     calibration: StepCalibration,
+    /// What simulations and plans find it by; versions before this one wrote none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    of: Option<CalibrationSubject>,
+}
+
+/// The model and the day of a calibration.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct CalibrationSubject {
+    shape: ModelShape,
+    measured_on: String,
 }
 
 /// The cached calibration, or a new one, which is cached. True if it was measured now.
@@ -44,18 +56,47 @@ pub(crate) fn get(
     let file = cache::file("calibration", &key);
     // a whole one serves for a brief one
     let known = [(cache::file("calibration", &whole), &whole), (file.clone(), &key)];
-    let mut kept = known.iter().filter_map(|(file, key)| read(file.as_ref()?, key));
-    if !recalibrate && let Some(kept) = kept.next() {
-        return Ok((kept, false));
+    let mut kept = known.iter().filter_map(|(file, key)| Some((file.as_ref()?, read(file.as_ref()?, key)?)));
+    if !recalibrate && let Some((file, kept)) = kept.next() {
+        if kept.of.is_none() {
+            keep(file, &Document { of: Some(subject(loaded, env)), ..kept.clone() });
+        }
+        return Ok((kept.calibration, false));
     }
     let budget = if key.brief { CalibrationBudget::BRIEF } else { CalibrationBudget::WHOLE };
     let measured = loaded.calibrate(env, budget).with_context(|| format!("calibrating {}", loaded.id()))?;
-    if let Some(file) = file
-        && let Err(error) = write(&file, key, &measured)
-    {
-        tracing::warn!(%error, "the calibration cannot be kept; the next start measures again");
+    if let Some(file) = file {
+        let (schema, of) = (calibrate::SCHEMA.into(), Some(subject(loaded, env)));
+        keep(&file, &Document { schema, key, calibration: measured.clone(), of });
     }
     Ok((measured, true))
+}
+
+fn subject(loaded: &Loaded, env: &dyn Env) -> CalibrationSubject {
+    CalibrationSubject { shape: loaded.cost_shape(), measured_on: utc_day(to_u64(env.unix_time().0)) }
+}
+
+fn keep(file: &Path, document: &Document) {
+    let written = serde_json::to_vec_pretty(document).map_err(Into::into);
+    if let Err(error) = written.and_then(|text| cache::write(file, &text)) {
+        tracing::warn!(%error, "the calibration cannot be kept; the next start measures again");
+    }
+}
+
+/// The calibrations that are kept of a device.
+pub(crate) fn kept_of(fingerprint: &str) -> Vec<OwnCalibration> {
+    let of_device = |bytes: Vec<u8>| {
+        let Document { schema, key, calibration, of } = serde_json::from_slice(&bytes).ok()?;
+        let CalibrationSubject { shape, measured_on } = of?;
+        let holds = schema == calibrate::SCHEMA && key.fingerprint == fingerprint;
+        (holds && calibration.is_complete()).then_some(OwnCalibration {
+            shape,
+            steps: calibration,
+            measured_on,
+            brief: key.brief,
+        })
+    };
+    cache::files("calibration").iter().filter_map(|file| of_device(cache::read(file)?)).collect()
 }
 
 /// The speeds of devices that divide a model, cached or measured now; those of equal devices are equal.
@@ -97,14 +138,8 @@ pub(crate) fn speeds(
     devices.iter().map(of).collect()
 }
 
-fn read(file: &Path, key: &CalibrationKey) -> Option<StepCalibration> {
-    let document: CalibrationDocument = serde_json::from_slice(&cache::read(file)?).ok()?;
+fn read(file: &Path, key: &Key) -> Option<Document> {
+    let document: Document = serde_json::from_slice(&cache::read(file)?).ok()?;
     let holds = document.schema == calibrate::SCHEMA && document.key == *key;
-    (holds && document.calibration.is_complete()).then_some(document.calibration)
-}
-
-fn write(file: &Path, key: CalibrationKey, measured: &StepCalibration) -> Result<()> {
-    let document =
-        CalibrationDocument { schema: calibrate::SCHEMA.into(), key, calibration: measured.clone() };
-    cache::write(file, &serde_json::to_vec_pretty(&document)?)
+    (holds && document.calibration.is_complete()).then_some(document)
 }

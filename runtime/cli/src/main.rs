@@ -39,6 +39,7 @@ mod numbers;
 #[cfg_attr(not(feature = "otlp"), path = "otlp_absent.rs")]
 mod otlp;
 mod output_files;
+mod own_devices;
 mod parts;
 mod plan;
 mod predictions;

@@ -5,13 +5,13 @@
 
 use crate::command_line::{Cli, CliCommand, with_hint};
 use crate::failure::UsageError;
-use crate::profiles;
+use crate::own_devices;
 use crate::scheduling::SchedulingArgs;
 use crate::screen;
 use anyhow::{Context, Result};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, CommandFactory, FromArgMatches};
-use mixfleet_sim::fleet_file::{FleetFile, VERSION};
+use mixfleet_sim::fleet_file::VERSION;
 use serde_json::{Value as Json, json};
 use std::ffi::OsString;
 use std::io::Write;
@@ -231,8 +231,7 @@ fn from_file(text: &str, path: &Path, command: &str, given: &ArgMatches) -> Resu
         let flexible = |pool: &Value| pool.get("flexible").and_then(Value::as_bool).unwrap_or(false);
         if let Some(pools) = pools {
             // what only a simulation uses is checked too
-            let read = |path: &Path| profiles::read(path).map_err(|error| format!("{error:#}"));
-            FleetFile::parse(text, path.parent().unwrap_or(Path::new("")), &read)
+            own_devices::parse_fleet(text, path.parent().unwrap_or(Path::new("")))
                 .map_err(|error| wrong(error.to_string()))?;
             if pools.iter().any(flexible) && !from.flags.contains(&"flexible") {
                 from.take("flexible", &Value::Boolean(true), given, "[[pool]] flexible").map_err(wrong)?;

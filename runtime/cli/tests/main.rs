@@ -36,6 +36,7 @@ mod made;
 mod manners;
 #[cfg(feature = "fleet")]
 mod members;
+mod own_devices;
 #[cfg(target_os = "linux")]
 mod peers;
 mod plan;

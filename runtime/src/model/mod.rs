@@ -59,6 +59,7 @@ pub use load::{Checkpoint, HostTensor};
 #[cfg(any(test, feature = "testing"))]
 pub use oracle::Oracle;
 pub use random::RandomCheckpoint;
+pub use strftime::utc_day;
 pub use tokenizer::{TokenStream, Tokenizer};
 pub use weights::{Tensor, Weights};
 

@@ -19,6 +19,11 @@ const MONTHS: [&str; 12] = [
 const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
 const DAY_S: u64 = 86_400;
 
+/// The day of a time in seconds since 1970, in UTC, as 2026-11-30.
+pub fn utc_day(unix_s: u64) -> String {
+    strftime("%F", unix_s)
+}
+
 /// Formats `now_s` seconds since 1970 in UTC, with the codes that Python shares with C: Y y m d e j H I M S p
 /// B b h A a F T D Z z % and `-` for no leading zero. Unknown codes are left as they are.
 pub(super) fn strftime(format: &str, now_s: u64) -> String {

@@ -15,12 +15,12 @@ fn part(id: &str) -> &'static Part {
 }
 
 fn claimed(id: &str, price: f64) -> PricedDevice {
-    PricedDevice { name: id.into(), profile: part(id).profile(), price: Some(UsdPerHour(price)) }
+    PricedDevice { name: id.into(), profile: part(id).profile(), steps: None, price: Some(UsdPerHour(price)) }
 }
 
 fn reached(id: &str, price: f64) -> PricedDevice {
     let profile = part(id).reached_profile().unwrap();
-    PricedDevice { name: id.into(), profile, price: Some(UsdPerHour(price)) }
+    PricedDevice { name: id.into(), profile, steps: None, price: Some(UsdPerHour(price)) }
 }
 
 fn near(got: f64, wanted: f64, tolerance: f64) -> bool {

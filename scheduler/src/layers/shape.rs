@@ -88,6 +88,11 @@ impl ModelShape {
         u64::from(self.full_layers()) * self.kv_bytes_per_layer()
     }
 
+    /// Whether steps of `other` are those of this model: only the size of KV pages may differ.
+    pub fn computes_as(&self, other: &ModelShape) -> bool {
+        ModelShape { page_tokens: other.page_tokens, ..self.clone() } == *other
+    }
+
     /// The model on a device: one that has f16 units but no bf16 units runs it in f16.
     pub fn on(&self, profile: &DeviceProfile) -> ModelShape {
         let has = |dtype| profile.compute.iter().any(|(known, _)| *known == dtype);

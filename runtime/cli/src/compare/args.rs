@@ -9,8 +9,9 @@ use std::path::PathBuf;
 
 #[derive(Debug, Args)]
 pub(crate) struct CompareArgs {
-    /// Parts by catalog id (rtx-4090), or profiles by file [default: all parts with a price]
-    #[arg(value_name = "PART|FILE")]
+    /// Parts by catalog id (rtx-4090), profiles by file, or devices of this machine (cpu, cuda:0) as serve
+    /// calibrated them [default: all parts with a price]
+    #[arg(value_name = "PART|FILE|DEVICE")]
     pub(super) parts: Vec<String>,
     /// A known model (llama-3.1-8b) or a checkpoint directory
     #[arg(long, value_name = "NAME|DIR")]

@@ -18,8 +18,10 @@ impl Basis {
     /// The strongest evidence that all of `devices` have, since unlike evidence would decide the comparison.
     pub(super) fn of(devices: &[Compared]) -> Self {
         let all = |has: &dyn Fn(&Compared) -> bool| devices.iter().all(has);
-        if all(&|device| device.measured.is_some()) {
+        if all(&Compared::is_measured) {
             Basis::Measured
+        } else if devices.iter().any(Compared::has_own_steps) {
+            Basis::Mixed
         } else if all(&Compared::is_published) {
             Basis::Published
         } else if all(&|device| device.part.is_some()) {

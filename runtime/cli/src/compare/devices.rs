@@ -3,14 +3,16 @@
 use super::comparison::Basis;
 use crate::args::DevicePrice;
 use crate::failure::UsageError;
-use crate::profiles;
+use crate::{own_devices, profiles};
 use anyhow::Result;
 use mixfleet_hal::DType;
 use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::economics::{Ability, Origin, PerDollar, Price};
 use mixfleet_hal::profile::DeviceProfile;
-use mixfleet_hal::units::UsdPerHour;
+use mixfleet_hal::units::{Bytes, BytesPerSecond, UsdPerHour};
 use mixfleet_scheduler::classes::PricedDevice;
+use mixfleet_scheduler::cost::{CostModel, EngineCost, ModelShape, ProfileCost, StepCalibration};
+use mixfleet_sim::fleet_file::OwnDevice;
 use std::path::{Path, PathBuf};
 
 /// A device to compare: in the catalog, measured, or both.
@@ -19,7 +21,19 @@ pub(super) struct Compared {
     pub(super) name: String,
     pub(super) part: Option<&'static Part>,
     pub(super) measured: Option<DeviceProfile>,
+    /// What is known of it as a device of this machine, if it is one.
+    pub(super) own: Option<OwnSteps>,
     pub(super) price: Option<Price>,
+}
+
+/// A device of this machine.
+#[derive(Clone, Debug)]
+pub(super) struct OwnSteps {
+    memory: Bytes,
+    /// Times of the model's steps that serving measured there.
+    steps: Option<StepCalibration>,
+    /// Where its times are from.
+    pub(super) times_from: String,
 }
 
 impl Compared {
@@ -27,6 +41,10 @@ impl Compared {
     /// evidence.
     pub(super) fn candidate(&self, basis: Basis) -> PricedDevice {
         let claimed = || self.part.map(Part::profile);
+        let bare = || {
+            let memory = self.own.as_ref().map_or(Bytes::ZERO, |own| own.memory);
+            DeviceProfile::roof(Vec::new(), BytesPerSecond(f64::INFINITY), memory)
+        };
         let reached = || self.part.and_then(Part::reached_profile);
         let profile = match basis {
             Basis::Datasheet => claimed(),
@@ -34,18 +52,30 @@ impl Compared {
             Basis::Measured | Basis::Mixed => self.measured.clone().or_else(reached),
         };
         let profile = profile.or_else(claimed).or_else(|| self.measured.clone());
+        let steps = self.own.as_ref().filter(|_| self.is_measured_for(basis) && self.measured.is_none());
         PricedDevice {
             name: self.name.clone(),
-            profile: profile.expect("`resolve` makes no device with neither part nor profile"),
+            profile: profile.unwrap_or_else(bare),
+            steps: steps.and_then(|own| own.steps.clone()),
             price: self.price.as_ref().map(|price| price.usd_per_hour),
         }
     }
 }
 
 impl Compared {
-    /// Whether its own profile is what a comparison by `basis` rests on.
+    /// Whether its own measurements are what a comparison by `basis` rests on.
     pub(super) fn is_measured_for(&self, basis: Basis) -> bool {
-        self.measured.is_some() && matches!(basis, Basis::Measured | Basis::Mixed)
+        self.is_measured() && matches!(basis, Basis::Measured | Basis::Mixed)
+    }
+
+    /// Whether it was measured: its operations, or steps of the model.
+    pub(super) fn is_measured(&self) -> bool {
+        self.measured.is_some() || self.has_own_steps()
+    }
+
+    /// Whether steps of the model were measured on it, as a device of this machine.
+    pub(super) fn has_own_steps(&self) -> bool {
+        self.own.as_ref().is_some_and(|own| own.steps.is_some())
     }
 
     /// Whether kernel times are known that were published for it, or are borrowed from its relatives.
@@ -98,10 +128,18 @@ impl Compared {
     }
 }
 
-/// The parts and profiles that the user named, without repetition, or else all parts with a price.
+/// The model for which devices are compared.
+pub(super) struct ComparedModel<'a> {
+    pub(super) name: &'a str,
+    pub(super) shape: &'a ModelShape,
+}
+
+/// The parts, profiles and devices of this machine that the user named, without repetition, or else all parts
+/// with a price.
 pub(super) fn resolve(
     words: &[String],
     profiles: &[(String, PathBuf)],
+    model: &ComparedModel<'_>,
     price: impl Fn(&str) -> Option<Price>,
 ) -> Result<Vec<Compared>> {
     let mut devices: Vec<Compared> = Vec::new();
@@ -111,6 +149,9 @@ pub(super) fn resolve(
         } else if Path::new(word).is_file() {
             let name = Path::new(word).file_stem().unwrap_or_default().to_string_lossy().into_owned();
             add(&mut devices, &name, Some(profiles::read(Path::new(word))?));
+        } else if let Some(own) = own_devices::find(word).map_err(UsageError)? {
+            devices.retain(|device| device.name != *word);
+            devices.push(own_device(&own, model)?);
         } else {
             return Err(unknown(word).into());
         }
@@ -140,8 +181,31 @@ fn add(devices: &mut Vec<Compared>, name: &str, measured: Option<DeviceProfile>)
     let name = part.map_or(name, |part| part.id);
     match devices.iter_mut().find(|device| device.name.eq_ignore_ascii_case(name)) {
         Some(device) => device.measured = measured.or(device.measured.take()),
-        None => devices.push(Compared { name: name.into(), part, measured, price: None }),
+        None => devices.push(Compared { name: name.into(), part, measured, own: None, price: None }),
     }
+}
+
+/// A device of this machine with its times of the model's steps.
+fn own_device(own: &OwnDevice, model: &ComparedModel<'_>) -> Result<Compared> {
+    let &ComparedModel { name: model, shape } = model;
+    let catalog = |part: &'static Part, chunk_tokens| {
+        let profile = part.best_profile();
+        let shape = shape.on(&profile);
+        let engine = EngineCost::OURS;
+        let cost = ProfileCost { profile, shape, chunk_tokens, all_reduce: None, engine };
+        (part, CostModel::Profile(Box::new(cost)))
+    };
+    let (steps, times_from) = match own.calibration(shape) {
+        Some(known) => {
+            let catalog = own.part.map(|part| catalog(part, known.steps.chunk_tokens));
+            (Some(known.steps.clone()), own.predicted(known, catalog).1)
+        }
+        None if own.part.is_none() => return Err(UsageError(own.lacks(model, 1)).into()),
+        None => (None, own.lacks(model, 1)),
+    };
+    let own_steps = OwnSteps { memory: own.memory, steps, times_from };
+    let (name, part) = (own.selector.clone(), own.part);
+    Ok(Compared { name, part, measured: None, own: Some(own_steps), price: None })
 }
 
 fn unknown(word: &str) -> UsageError {
@@ -186,7 +250,12 @@ mod tests {
     fn resolve_names(words: &[&str]) -> Result<Vec<String>> {
         let words: Vec<String> = words.iter().map(ToString::to_string).collect();
         let priced = |name: &str| mixfleet_hal::economics::Selection::default().price_or_reference(name, &[]);
-        Ok(resolve(&words, &[], priced)?.into_iter().map(|device| device.name).collect())
+        let model = mixfleet_scheduler::models::find("llama-3.1-8b").unwrap();
+        let shape = model.shape(mixfleet_hal::DType::Bf16);
+        Ok(resolve(&words, &[], &ComparedModel { name: model.name, shape: &shape }, priced)?
+            .into_iter()
+            .map(|device| device.name)
+            .collect())
     }
 
     #[test]
@@ -199,7 +268,8 @@ mod tests {
 
     #[test]
     fn a_stated_price_wins_and_must_belong_to_a_device() {
-        let mut devices = vec![Compared { name: "L4".into(), part: None, measured: None, price: None }];
+        let mut devices =
+            vec![Compared { name: "L4".into(), part: None, measured: None, own: None, price: None }];
         let state = |name: &str, usd_per_hour| [DevicePrice { device: name.into(), usd_per_hour }];
         state_prices(&mut devices, &state("l4", 0.5)).unwrap();
         assert_eq!(devices[0].price.as_ref().unwrap().usd_per_hour, UsdPerHour(0.5));
@@ -214,7 +284,7 @@ mod tests {
         let measured_on = |name: &str| {
             let part = catalog::part("RTX-4090").unwrap();
             let measured = Some(DeviceProfile { name: name.into(), ..part.profile() });
-            Compared { name: part.id.into(), part: Some(part), measured, price: None }.misnamed()
+            Compared { name: part.id.into(), part: Some(part), measured, own: None, price: None }.misnamed()
         };
         assert_eq!(measured_on("NVIDIA GeForce RTX 4090"), None);
         assert_eq!(measured_on(""), None);

@@ -2,7 +2,7 @@
 
 use super::args::CompareArgs;
 use super::comparison::{Basis, PartsComparison, is_in_doubt};
-use super::devices::{self, Compared};
+use super::devices::{self, Compared, ComparedModel};
 use super::render::{json, page, table};
 use crate::failure::UsageError;
 use crate::{prices, screen};
@@ -26,6 +26,9 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     let comparison = compare(args)?;
     for warning in &comparison.warnings {
         eprintln!("warning: {warning}");
+    }
+    for own in comparison.devices.iter().filter_map(|device| device.own.as_ref()) {
+        eprintln!("{}", own.times_from);
     }
     if let Some(path) = &args.html {
         let cannot_write = || format!("cannot write {}", path.display());
@@ -51,8 +54,9 @@ fn compare(args: &CompareArgs) -> Result<PartsComparison> {
         ..model_demand(args)?
     };
     let list = args.prices.as_deref().map(prices::read).transpose()?.unwrap_or_default();
-    let pick = if args.least { PricePick::Least } else { PricePick::Median };
-    let mut devices = devices::resolve(&args.parts, &args.profile, |name| {
+    let pick = if args.least { Pick::Least } else { Pick::Median };
+    let model = ComparedModel { name: &args.model, shape: &demand.shape };
+    let mut devices = devices::resolve(&args.parts, &args.profile, &model, |name| {
         Selection { spot: args.spot, pick }.price_or_reference(name, &list.offers)
     })?;
     devices::state_prices(&mut devices, &args.usd_per_hour)?;

@@ -4,14 +4,14 @@ mod tables;
 
 use super::args::PlanArgs;
 use crate::failure::UsageError;
-use crate::{prices, profiles};
+use crate::{own_devices, prices};
 use anyhow::{Context, Result};
 use mixfleet_hal::catalog::{self, Part, PartKind};
 use mixfleet_hal::economics::{Offer, Price, Selection};
 use mixfleet_hal::units::UsdPerHour;
 use mixfleet_scheduler::plan::offer::OfferedPart;
 use mixfleet_scheduler::plan::regions::RegionLink;
-use mixfleet_sim::fleet_file::{FleetFile, InstancePool};
+use mixfleet_sim::fleet_file::InstancePool;
 use std::path::Path;
 use tables::Stock;
 
@@ -40,7 +40,8 @@ impl PlanOffers {
         }
         let accelerators = || catalog::parts().iter().filter(|part| part.kind != PartKind::Cpu);
         let mut wanted: Vec<&Part> = if named.is_empty() { accelerators().collect() } else { named };
-        let owned = args.have.as_deref().map(owned_devices).transpose()?.unwrap_or_default();
+        let Owned { devices: owned, said } =
+            args.have.as_deref().map(owned_devices).transpose()?.unwrap_or_default();
         for (id, _) in &owned {
             if !wanted.iter().any(|part| part.id == *id) {
                 wanted.extend(catalog::part(id));
@@ -85,6 +86,7 @@ impl PlanOffers {
             )
             .into());
         }
+        offers.warnings.extend(said);
         offers.warnings.extend(offers.unlinked());
         if offers.parts.is_empty() {
             let none = match &offers.without_kernels[..] {
@@ -129,10 +131,18 @@ fn devices_of(part: &Part, list: &[(&'static str, u32)]) -> u32 {
     own.fold(0, |sum, (_, count)| sum.saturating_add(*count))
 }
 
-/// Parts and numbers of devices of a fleet file.
-fn owned_devices(path: &Path) -> Result<Vec<(&'static str, u32)>> {
-    let read = |path: &Path| profiles::read(path).map_err(|error| format!("{error:#}"));
-    let file = FleetFile::read(path, &read, None).with_context(|| format!("--have {}", path.display()))?;
+/// What a fleet file has.
+#[derive(Default)]
+struct Owned {
+    /// Parts and numbers of devices.
+    devices: Vec<(&'static str, u32)>,
+    /// How devices of this machine differ from their parts.
+    said: Vec<String>,
+}
+
+/// What the fleet file of `--have` has.
+fn owned_devices(path: &Path) -> Result<Owned> {
+    let file = own_devices::read_fleet(path, None).with_context(|| format!("--have {}", path.display()))?;
     let part = |pool: &InstancePool, id: Option<&str>| {
         id.and_then(catalog::part).map(|part| part.id).ok_or_else(|| {
             let what = "a plan needs its `device`, an id of the catalog";
@@ -144,6 +154,9 @@ fn owned_devices(path: &Path) -> Result<Vec<(&'static str, u32)>> {
         })
     };
     let mut owned = Vec::new();
+    let of_machine = file.pools.iter().filter(|pool| pool.own_device.is_some());
+    let said = of_machine.map(|pool| format!("{}; plans count with the catalog's times", pool.cost_basis));
+    let said = said.collect();
     for pool in &file.pools {
         let of_instance = pool.devices_per_instance.saturating_mul(pool.pipeline_stages);
         let own = part(pool, pool.device.as_deref())?;
@@ -153,7 +166,7 @@ fn owned_devices(path: &Path) -> Result<Vec<(&'static str, u32)>> {
             owned.push((attends, pool.count.saturating_mul(others.count)));
         }
     }
-    Ok(owned)
+    Ok(Owned { devices: owned, said })
 }
 
 /// The offers of a part that a plan asks for, without their prices: those that stay before spot ones.

@@ -1,10 +1,10 @@
 //! A fleet and a load of the command line, ready to be simulated.
 
 use super::args::SimulateArgs;
-use super::subject::SimulationSubject;
-use super::watch::RunWatch;
+use super::subject::Simulated;
+use super::watch::Watch;
+use crate::own_devices;
 use crate::prices::PriceList;
-use crate::profiles;
 use crate::scheduling::SchedulingArgs;
 use anyhow::{Context, Result};
 use mixfleet_hal::economics::Selection;
@@ -47,9 +47,8 @@ impl<'a> OpenedFleet<'a> {
         scheduling: &'a SchedulingArgs,
         prices: Option<&PriceList>,
     ) -> Result<Self> {
-        let read = |path: &Path| profiles::read(path).map_err(|error| format!("{error:#}"));
         let in_file = || format!("the fleet file {}", path.display());
-        let mut file = FleetFile::read(path, &read, args.engine).with_context(in_file)?;
+        let mut file = own_devices::read_fleet(path, args.engine).with_context(in_file)?;
         file.check_serves().with_context(in_file)?;
         if let Some(list) = prices {
             let price = |id: &str| Selection::default().price_or_reference(id, &list.offers);

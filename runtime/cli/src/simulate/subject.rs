@@ -40,7 +40,8 @@ pub(super) struct SimulationSubject {
 #[derive(Debug, Serialize)]
 pub(super) struct SimulatedPool {
     pub(super) name: String,
-    /// The catalog's id of the part; `None` where a file describes the device.
+    /// The catalog's id of the part, or the selector of a device of this machine; `None` where a file describes
+    /// the device.
     pub(super) device: Option<String>,
     pub(super) role: Role,
     pub(super) instances: u32,
@@ -56,7 +57,7 @@ impl SimulatedPool {
     fn new(pool: &InstancePool) -> Self {
         SimulatedPool {
             name: pool.name.clone(),
-            device: pool.device.clone(),
+            device: pool.device.as_ref().or(pool.own_device.as_ref()).cloned(),
             role: pool.role,
             instances: pool.count,
             devices_per_instance: pool.devices_per_instance * pool.pipeline_stages,

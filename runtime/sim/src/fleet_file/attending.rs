@@ -1,7 +1,7 @@
 //! Instances whose attention has devices of its own.
 
 use super::cost::{Hardware, Refusal};
-use super::{FleetFileError, Model, ReadProfile, raw};
+use super::{FleetFileError, FleetSources, Model, raw};
 use mixfleet_hal::profile::Predictor;
 use mixfleet_hal::units::{BytesPerSecond, GB, Seconds};
 use mixfleet_scheduler::cost::{
@@ -86,7 +86,7 @@ impl AttendingHardware {
     pub(super) fn of(
         pool: &raw::RawPool,
         directory: &Path,
-        read_profile: ReadProfile,
+        sources: FleetSources<'_>,
     ) -> Result<Option<Self>, FleetFileError> {
         let Some([_, name]) = names(pool)? else { return Ok(None) };
         let wrong =
@@ -112,7 +112,7 @@ impl AttendingHardware {
             2 => true,
             other => return Err(wrong("attn_batches", format!("is {other}; known are 1 and 2"))),
         };
-        let hardware = Hardware::named(pool, Some(name), directory, read_profile)?;
+        let hardware = Hardware::named(pool, Some(name), directory, sources)?;
         Ok(Some(AttendingHardware { hardware, count, split, staggered, link: link(pool)? }))
     }
 

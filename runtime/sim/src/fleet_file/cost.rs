@@ -2,14 +2,15 @@
 
 use super::error::suggestion;
 use super::model::INLINE;
-use super::{FleetFileError, Model, ReadProfile, attending, raw};
+use super::own::{OwnCalibration, OwnDevice};
+use super::{FleetFileError, FleetSources, Model, attending, raw};
 use crate::engine_profile::{EngineProfile, TableDirectory};
 use mixfleet_hal::catalog::{self, Part, PartKind};
 use mixfleet_hal::profile::{DeviceProfile, EvidenceBasis};
 use mixfleet_hal::units::{Bytes, Seconds};
 use mixfleet_scheduler::cost::{
     AllReduce, Coefficients, CostModel, DEVICES_MAX, DecodeCoefficients, Interconnect, KvCopyCost,
-    PrefillCoefficients, ProfileCost,
+    ModelShape, PrefillCoefficients, ProfileCost,
 };
 use mixfleet_scheduler::engines::KnownEngine;
 use std::path::Path;
@@ -27,12 +28,20 @@ pub(super) struct Hardware {
 /// The origin of times.
 enum Source {
     Engine(Box<EngineProfile>),
-    Device {
-        profile: Box<DeviceProfile>,
-        basis: String,
+    Device(Box<DeviceSource>),
+    /// A device of this machine, with the profile of its part, if it is known.
+    Own {
+        device: Box<OwnDevice>,
+        part: Option<Box<DeviceSource>>,
     },
     /// A calibration alone.
     Nothing,
+}
+
+/// The times of a device's operations, and their origin.
+struct DeviceSource {
+    profile: DeviceProfile,
+    basis: String,
 }
 
 impl Hardware {
@@ -40,7 +49,7 @@ impl Hardware {
     pub(super) fn of(
         pool: &raw::RawPool,
         directory: &Path,
-        read_profile: ReadProfile,
+        sources: FleetSources<'_>,
     ) -> Result<Self, FleetFileError> {
         if pool.role.keeps() {
             return Ok(Hardware { part: None, source: Source::Nothing });
@@ -49,7 +58,7 @@ impl Hardware {
             Some([first, _]) => Some(first),
             None => pool.device.as_deref(),
         };
-        Hardware::named(pool, device, directory, read_profile)
+        Hardware::named(pool, device, directory, sources)
     }
 
     /// What `device`, a name in the file, is.
@@ -57,15 +66,22 @@ impl Hardware {
         pool: &raw::RawPool,
         device: Option<&str>,
         directory: &Path,
-        read_profile: ReadProfile,
+        sources: FleetSources<'_>,
     ) -> Result<Self, FleetFileError> {
         let wrong =
             |key: &str, cause: String| FleetFileError::value(format!("pool '{}': {key}", pool.name), cause);
         let unknown = |id: &str| {
             let near = suggestion(id, catalog::parts().iter().map(|part| part.id));
-            wrong("device", format!("the catalog has no '{id}'{near}"))
+            wrong("device", format!("the catalog has no '{id}', nor is it a device of this machine{near}"))
         };
-        let find = |id: &str| catalog::part(id).ok_or_else(|| unknown(id));
+        let mut own = None;
+        let mut find = |id: &str| {
+            if let Some(part) = catalog::part(id) {
+                return Ok(Some(part));
+            }
+            own = (sources.device)(id).map_err(|cause| wrong("device", cause))?;
+            own.as_ref().map(|own| own.part).ok_or_else(|| unknown(id))
+        };
         // A device is a part of the catalog, or the file of a measured one.
         let (device, profile) = match device {
             Some(file) if Path::new(file).extension().is_some_and(|end| end.eq_ignore_ascii_case("json")) => {
@@ -79,7 +95,7 @@ impl Hardware {
             }
             device => (device, pool.profile.as_deref().map(|file| ("profile", file))),
         };
-        let mut part = device.map(find).transpose()?;
+        let mut part = device.map(&mut find).transpose()?.flatten();
         let source = match profile {
             Some((key, file)) => {
                 let path = directory.join(file);
@@ -88,12 +104,17 @@ impl Hardware {
                     part = part.or_else(|| catalog::part_of_driver(&read.device));
                     Source::Engine(Box::new(read))
                 } else {
-                    let profile = read_profile(&path).map_err(refused)?;
+                    let profile = (sources.profile)(&path).map_err(refused)?;
                     part = part.or_else(|| catalog::part_of_driver(&profile.name));
-                    Source::Device { profile: Box::new(profile), basis: format!("profile {file}") }
+                    Source::Device(Box::new(DeviceSource { profile, basis: format!("profile {file}") }))
                 }
             }
-            None => part.map_or(Source::Nothing, datasheet),
+            None => match own {
+                Some(device) => {
+                    Source::Own { device: Box::new(device), part: part.map(datasheet).map(Box::new) }
+                }
+                None => part.map_or(Source::Nothing, |part| Source::Device(Box::new(datasheet(part)))),
+            },
         };
         if matches!(source, Source::Nothing) && pool.calibration.is_none() {
             return Err(wrong("device", "is missing; give it, a profile, or a calibration".into()));
@@ -108,8 +129,39 @@ impl Hardware {
         model: &Model,
         engine: &KnownEngine,
     ) -> Option<f64> {
-        match (&self.source, &pool.calibration, &model.shape) {
-            (Source::Device { profile, .. }, None, Some(shape)) => engine.likely_error(profile, shape),
+        let shape = model.shape.as_ref().filter(|_| pool.calibration.is_none())?;
+        if self.measured_steps(pool, shape).is_some() {
+            return None;
+        }
+        self.profile().and_then(|(profile, _)| engine.likely_error(profile, shape))
+    }
+
+    /// The selector of a device of this machine.
+    pub(super) fn own_selector(&self) -> Option<String> {
+        match &self.source {
+            Source::Own { device, .. } => Some(device.selector.clone()),
+            _ => None,
+        }
+    }
+
+    /// Prompt tokens of a step that serving chose for a device of this machine.
+    pub(super) fn served_chunk(&self, shape: &ModelShape) -> Option<u32> {
+        match &self.source {
+            Source::Own { device, .. } => Some(device.calibration(shape)?.steps.chunk_tokens),
+            _ => None,
+        }
+    }
+
+    /// The calibration of a device of this machine that makes up an instance.
+    fn measured_steps(
+        &self,
+        pool: &raw::RawPool,
+        shape: &ModelShape,
+    ) -> Option<(&OwnDevice, &OwnCalibration)> {
+        match &self.source {
+            Source::Own { device, .. } if pool.devices_per_instance == 1 => {
+                Some((&**device, device.calibration(shape)?))
+            }
             _ => None,
         }
     }
@@ -125,7 +177,8 @@ impl Hardware {
     /// The profile of a device and its origin, if that is what times come from.
     pub(super) fn profile(&self) -> Option<(&DeviceProfile, &str)> {
         match &self.source {
-            Source::Device { profile, basis } => Some((profile, basis)),
+            Source::Device(known) => Some((&known.profile, &known.basis)),
+            Source::Own { part: Some(known), .. } => Some((&known.profile, &known.basis)),
             _ => None,
         }
     }
@@ -133,7 +186,8 @@ impl Hardware {
     /// Memory of one device, if known.
     pub(super) fn memory(&self) -> Option<Bytes> {
         match &self.source {
-            Source::Device { profile, .. } => Some(profile.memory),
+            Source::Device(known) => Some(known.profile.memory),
+            Source::Own { device, .. } => Some(device.memory),
             _ => self.part.map(Part::memory_bytes),
         }
     }
@@ -142,7 +196,9 @@ impl Hardware {
     /// copy between steps, all other parts beside them.
     pub(super) fn kv_copies(&self, devices: u32) -> KvCopyCost {
         let known = match &self.source {
-            Source::Device { profile, .. } => Some(DeviceProfile::clone(profile)),
+            Source::Device(known) => Some(known.profile.clone()),
+            // as in serving, calibration measures steps alone
+            Source::Own { .. } => None,
             _ => self.part.map(Part::profile),
         };
         let is_processor = |profile: &DeviceProfile| match self.part {
@@ -201,12 +257,36 @@ impl Hardware {
         let all_reduce = self.all_reduce(pool)?;
         match &self.source {
             Source::Engine(engine) => of_engine(engine, devices, model, chunk_tokens, all_reduce),
-            Source::Device { .. } => {
-                let (cost, basis) = self.profiled(pool, model, chunk_tokens, known)?;
-                Ok((CostModel::Profile(Box::new(cost)).compiled(), basis))
+            Source::Device(_) => self.by_operations(pool, model, chunk_tokens, known),
+            Source::Own { device, part } => {
+                let steps = model.shape.as_ref().and_then(|shape| self.measured_steps(pool, shape));
+                match (steps, part) {
+                    (Some((device, measured)), None) => Ok(device.predicted(measured, None)),
+                    (Some((device, measured)), Some(_)) => {
+                        let (base, _) = self.by_operations(pool, model, chunk_tokens, known)?;
+                        Ok(device.predicted(measured, self.part.map(|part| (part, base))))
+                    }
+                    (None, Some(_)) => {
+                        let (cost, basis) = self.by_operations(pool, model, chunk_tokens, known)?;
+                        Ok((cost, format!("{basis}; {}", device.lacks(&model.name, devices))))
+                    }
+                    (None, None) => Err(("device", device.lacks(&model.name, devices))),
+                }
             }
             Source::Nothing => Err(("device", "is missing; give it, a profile, or a calibration".into())),
         }
+    }
+
+    /// The cost model of an instance by the times of operations, and its origin.
+    fn by_operations(
+        &self,
+        pool: &raw::RawPool,
+        model: &Model,
+        chunk_tokens: u32,
+        known: &KnownEngine,
+    ) -> Result<(CostModel, String), Refusal> {
+        let (cost, basis) = self.profiled(pool, model, chunk_tokens, known)?;
+        Ok((CostModel::Profile(Box::new(cost)).compiled(), basis))
     }
 
     /// The cost of an instance on devices of a known profile, and its origin.
@@ -278,7 +358,8 @@ fn engine_profile(path: &Path, devices: u32) -> Result<Option<EngineProfile>, St
     mixfleet_hal::files::read_text(path).map_or(Ok(None), |text| EngineProfile::from_json(&text))
 }
 
-fn datasheet(part: &'static Part) -> Source {
+/// The times of a part's operations, as far as they were published.
+fn datasheet(part: &'static Part) -> DeviceSource {
     let (profile, basis) = match part.reached_profile() {
         Some(profile) => {
             let of = profile.provenance.lenders().join(" and ");
@@ -296,7 +377,7 @@ fn datasheet(part: &'static Part) -> Source {
             (part.profile(), format!("datasheet of {} in full: nobody published what kernels reach", part.id))
         }
     };
-    Source::Device { profile: Box::new(profile), basis }
+    DeviceSource { profile, basis }
 }
 
 /// The cost model of an engine's tables, which hold for one model on a fixed number of devices.

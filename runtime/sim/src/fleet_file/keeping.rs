@@ -79,6 +79,7 @@ pub(super) fn pool(
         role: raw.role,
         count: raw.count,
         device: None,
+        own_device: None,
         devices_per_instance: 1,
         attention: None,
         spare: None,

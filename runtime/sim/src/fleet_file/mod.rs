@@ -8,6 +8,7 @@ mod error;
 mod keeping;
 mod limits;
 mod model;
+mod own;
 mod pipeline;
 mod planned;
 mod prices;
@@ -21,6 +22,7 @@ mod spare;
 pub use attending::AttentionDevices;
 pub use class::{Class, ClassMembers, Promise};
 pub use error::FleetFileError;
+pub use own::{OwnCalibration, OwnDevice};
 pub use planned::{PlannedText, role_of};
 pub use routing::Routing;
 pub use slowdown::PoolSlowdown;
@@ -42,6 +44,32 @@ pub const VERSION: u32 = 1;
 /// A function that reads the JSON file of a measured device. The binary provides it, since it knows all
 /// schemas.
 pub type ReadProfile<'a> = &'a dyn Fn(&Path) -> Result<DeviceProfile, String>;
+
+/// A function that finds a device of this machine by the selector that serving takes; none if there is no
+/// such kind of devices. The binary provides it, since it has the backends and keeps the calibrations.
+pub type FindDevice<'a> = &'a dyn Fn(&str) -> Result<Option<OwnDevice>, String>;
+
+/// What a fleet file may name beside the parts of the catalog.
+#[derive(Clone, Copy)]
+pub struct FleetSources<'a> {
+    /// Reads measured profiles.
+    pub profile: ReadProfile<'a>,
+    /// Finds devices of this machine.
+    pub device: FindDevice<'a>,
+}
+
+impl std::fmt::Debug for FleetSources<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FleetSources").finish_non_exhaustive()
+    }
+}
+
+impl<'a> FleetSources<'a> {
+    /// Measured profiles, and no device of this machine.
+    pub fn profiles(profile: ReadProfile<'a>) -> Self {
+        FleetSources { profile, device: &|_| Ok(None) }
+    }
+}
 
 /// A fleet as a file describes it.
 #[derive(Clone, Debug)]
@@ -156,6 +184,8 @@ pub struct InstancePool {
     pub count: u32,
     /// The catalog's id of the device, if known.
     pub device: Option<String>,
+    /// The selector of the device, if it is one of this machine.
+    pub own_device: Option<String>,
     /// Devices that share one copy of the model, or of a stage's layers.
     pub devices_per_instance: u32,
     /// Devices that keep the KV and attend, if they are others than those above.
@@ -246,22 +276,34 @@ impl FleetFile {
     /// A [`FleetFileError`] with the place, the value and what is allowed.
     pub fn read(
         path: &Path,
-        read_profile: ReadProfile,
+        sources: FleetSources<'_>,
         engine: Option<&KnownEngine>,
     ) -> Result<Self, FleetFileError> {
         let failed = |source| FleetFileError::Read { path: path.to_owned(), source };
         let text = mixfleet_hal::files::read_text(path).map_err(failed)?;
         let mut file = parse(&text)?;
         file.engine.name = engine.map(|engine| engine.name.to_owned()).or(file.engine.name);
-        resolve::file(file, path.parent().unwrap_or(Path::new("")), read_profile)
+        resolve::file(file, path.parent().unwrap_or(Path::new("")), sources)
+    }
+
+    /// Parses the text of a file in `directory` that names no devices of this machine.
+    ///
+    /// # Errors
+    /// As [`FleetFile::read`].
+    pub fn parse(text: &str, directory: &Path, read_profile: ReadProfile) -> Result<Self, FleetFileError> {
+        FleetFile::parse_with(text, directory, FleetSources::profiles(read_profile))
     }
 
     /// Parses the text of a file in `directory`.
     ///
     /// # Errors
     /// As [`FleetFile::read`].
-    pub fn parse(text: &str, directory: &Path, read_profile: ReadProfile) -> Result<Self, FleetFileError> {
-        resolve::file(parse(text)?, directory, read_profile)
+    pub fn parse_with(
+        text: &str,
+        directory: &Path,
+        sources: FleetSources<'_>,
+    ) -> Result<Self, FleetFileError> {
+        resolve::file(parse(text)?, directory, sources)
     }
 
     /// The same fleet, in which steps of a pool take `times` as long.

@@ -7,7 +7,7 @@ use super::error::suggestion;
 use super::limits::TIER_TOKENS_MAX;
 use super::spare::SpareHardware;
 use super::{
-    Engine, FleetFile, FleetFileError, InstancePool, Kv, Model, PoolLink, ReadProfile, TierSize, VERSION,
+    Engine, FleetFile, FleetFileError, FleetSources, InstancePool, Kv, Model, PoolLink, TierSize, VERSION,
     class, keeping, model, pipeline, raw, rebalance, slowdown,
 };
 use mixfleet_hal::cast::to_u64;
@@ -31,7 +31,7 @@ pub(super) fn wrong(place: impl Into<String>, cause: impl Into<String>) -> Fleet
 pub(super) fn file(
     raw: raw::File,
     directory: &Path,
-    read_profile: ReadProfile,
+    sources: FleetSources<'_>,
 ) -> Result<FleetFile, FleetFileError> {
     if raw.version != VERSION {
         return Err(wrong("version", format!("is {}; this program reads {VERSION}", raw.version)));
@@ -44,8 +44,8 @@ pub(super) fn file(
         return Err(wrong("[[pool]]", "there is none; a fleet has at least one"));
     }
     let hardware: Vec<Hardware> =
-        raw.pool.iter().map(|pool| Hardware::of(pool, directory, read_profile)).collect::<Result<_, _>>()?;
-    let attending = raw.pool.iter().map(|pool| AttendingHardware::of(pool, directory, read_profile));
+        raw.pool.iter().map(|pool| Hardware::of(pool, directory, sources)).collect::<Result<_, _>>()?;
+    let attending = raw.pool.iter().map(|pool| AttendingHardware::of(pool, directory, sources));
     let attending: Vec<Option<AttendingHardware>> = attending.collect::<Result<_, _>>()?;
     let spare = raw.pool.iter().map(|pool| SpareHardware::of(pool, &raw.pool, &hardware));
     let spare: Vec<Option<SpareHardware<'_>>> = spare.collect::<Result<_, _>>()?;
@@ -157,6 +157,7 @@ fn pool(
         role: raw.role,
         count: raw.count,
         device: hardware.part.map(|part| part.id.to_owned()),
+        own_device: hardware.own_selector(),
         devices_per_instance: raw.devices_per_instance,
         attention: attending.map(|attending| attending.devices(model)),
         spare: spare.map(SpareHardware::pool),
@@ -192,7 +193,10 @@ fn engine(
     let beside = raw.max_prefill_tokens_beside_decode.or(shared.max_prefill_tokens_beside_decode);
     let sequences = raw.max_sequences.or(shared.max_sequences);
     let usual = || match &model.shape {
-        Some(shape) => known.step_tokens_on(hardware.part, shape),
+        Some(shape) => {
+            let served = hardware.served_chunk(shape).filter(|_| !known.fills_steps);
+            served.unwrap_or_else(|| known.step_tokens_on(hardware.part, shape))
+        }
         None => known.step_tokens,
     };
     let max_batched_tokens =

@@ -9,8 +9,8 @@ use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, Result};
 use mixfleet_scheduler::cost::{
-    Attending, CalibrationRatios, Coefficients, CostModel, EngineCost, LinkCost, LockstepCost, PipelineCost,
-    Prefill, ProfileCost, StepCalibration,
+    Attending, CalibrationRatios, Coefficients, CostModel, EngineCost, LinkCost, LockstepCost, ModelShape,
+    PipelineCost, Prefill, ProfileCost, StepCalibration,
 };
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,6 +27,12 @@ impl Loaded {
         let context = self.forward.config().context_max.saturating_sub(tokens);
         let largest = Prefill { context, tokens, last: true };
         step_timeout(cost.step_s(&[largest], sequences, self.kv_capacity_tokens()))
+    }
+
+    /// What determines the cost of the model's steps here.
+    pub fn cost_shape(&self) -> ModelShape {
+        let shape = self.forward.shape();
+        self.forward.config().cost_shape(shape.activations, shape.kv, shape.block_tokens)
     }
 
     /// The cost model of steps here by the catalog's profile of the only device, adjusted to what was
@@ -100,19 +106,17 @@ impl Loaded {
         let device = &*self.spec_device;
         let exchange = others.exchange_cost((device, &self.forward), env)?;
         let how = Attending { staggered: others.may_stagger(device), ..Attending::ENGINE };
-        let shape = self.forward.shape();
-        let cost_shape = self.forward.config().cost_shape(shape.activations, shape.kv, shape.block_tokens);
-        CostModel::lockstep(&partition, &cost_shape, profiles, (exchange, how), shape.tokens_max)
+        let tokens_max = self.forward.shape().tokens_max;
+        CostModel::lockstep(&partition, &self.cost_shape(), profiles, (exchange, how), tokens_max)
             .map_err(Error::invalid)
     }
 
     /// The cost model of steps here by an existing profile of the only device.
     pub fn predicted_by(&self, profile: DeviceProfile) -> CostModel {
-        let shape = self.forward.shape();
         let cost = ProfileCost {
             profile,
-            shape: self.forward.config().cost_shape(shape.activations, shape.kv, shape.block_tokens),
-            chunk_tokens: shape.tokens_max,
+            shape: self.cost_shape(),
+            chunk_tokens: self.forward.shape().tokens_max,
             all_reduce: None,
             engine: EngineCost::OURS,
         };

@@ -50,6 +50,8 @@ fn facts(comparison: &PartsComparison) -> Vec<(&'static str, String)> {
     if !comparison.without_offer.is_empty() {
         facts.push(("without offer", format!("not compared: {}", comparison.without_offer.join(", "))));
     }
+    let own = comparison.devices.iter().filter_map(|device| device.own.as_ref());
+    facts.extend(own.map(|own| ("this machine", own.times_from.clone())));
     facts.extend(comparison.warnings.iter().map(|warning| ("warning", warning.clone())));
     facts
 }

@@ -221,6 +221,7 @@ mod tests {
         let candidate = |(id, price): &(&str, Option<f64>)| PricedDevice {
             name: (*id).into(),
             profile: part(id).unwrap().reached_profile().unwrap(),
+            steps: None,
             price: price.map(UsdPerHour),
         };
         classify(&demand, &priced.iter().map(candidate).collect::<Vec<_>>())
