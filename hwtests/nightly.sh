@@ -35,6 +35,8 @@ part kernels env MIXFLEET_OPENCL_LEVEL=full MIXFLEET_NVRTC=full MIXFLEET_WGPU_LE
 part golden env MIXFLEET_GOLDEN=full MIXFLEET_WGPU_LEVEL=full cargo test -p mixfleet --features full --test all -- --nocapture golden::
 # what a clone has that lies beside no shared data
 part alone env MIXFLEET_FIXTURES=nowhere cargo test -p mixfleet --features full --test all -- --nocapture golden:: fleet:: tiers:: compare::
+part ggml hwtests/ggml.sh
+part real hwtests/real.sh --prompts 30
 part page hwtests/page.sh "$logs/page"
 part laws cargo run --quiet --release -p mixfleet-hal --example laws -- --check
 part truth cargo run --quiet --release -p mixfleet-sim --example truth -- --check

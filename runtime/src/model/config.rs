@@ -61,7 +61,7 @@ pub struct ModelConfig {
     pub dtype: DType,
     /// The format of the layers' matrices, if they are quantised.
     pub format: Option<WeightFormat>,
-    /// Ids that end an answer (`generation_config.json`, else `config.json`).
+    /// Ids that end an answer (`generation_config.json`, else `config.json`; and `eos_token`).
     pub eos_ids: Vec<u32>,
     /// Id that the tokenizer's own rules put in front of a prompt, if the checkpoint names one.
     pub bos_id: Option<u32>,

@@ -28,7 +28,33 @@ pub(super) fn check_regular(file: &Path) -> Result<()> {
 /// Reads the JSON object in `file`.
 pub(super) fn read_object(file: &Path) -> Result<Map<String, Value>> {
     let text = files::read(file, JSON_BYTES_MAX).map_err(|e| Error::read(file, e))?;
-    serde_json::from_slice(&text).map_err(|e| Error::file(file, format!("not a JSON object: {e}")))
+    let parsed = serde_json::from_slice(&text).or_else(|error| match without_python_numbers(&text) {
+        Some(other) => serde_json::from_slice(&other),
+        None => Err(error),
+    });
+    parsed.map_err(|e| Error::file(file, format!("not a JSON object: {e}")))
+}
+
+/// The same JSON with the numbers that Python writes beyond the standard (`Infinity`, `-Infinity` and `NaN`)
+/// as strings, which no field takes for a number; none where there are none.
+fn without_python_numbers(text: &[u8]) -> Option<Vec<u8>> {
+    const NUMBERS: [&[u8]; 3] = [b"-Infinity", b"Infinity", b"NaN"];
+    let (mut out, mut at, mut in_string, mut found) = (Vec::with_capacity(text.len()), 0, false, false);
+    while let Some(byte) = text.get(at) {
+        let number = NUMBERS.iter().find(|number| !in_string && text[at..].starts_with(number));
+        if let Some(number) = number {
+            out.push(b'"');
+            out.extend_from_slice(number);
+            out.push(b'"');
+            (at, found) = (at + number.len(), true);
+            continue;
+        }
+        let taken = if in_string && *byte == b'\\' { 2 } else { 1 };
+        in_string ^= *byte == b'"';
+        out.extend_from_slice(&text[at..(at + taken).min(text.len())]);
+        at += taken;
+    }
+    found.then_some(out)
 }
 
 /// Reads the JSON object in `file`; `None` if the file does not exist.

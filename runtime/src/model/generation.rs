@@ -3,11 +3,11 @@
 use super::error::Result;
 use super::fields::{Fields, read_object_if_present};
 use super::gguf::is_gguf;
-use mixfleet_hal::cast::to_f32;
+use mixfleet_hal::cast::{to_f32, to_u32};
 use std::path::Path;
 
-/// Sampling parameters that a checkpoint names, each within the bounds that requests have. As in vLLM,
-/// `do_sample` is not read: who wants the most likely tokens asks for temperature 0.
+/// Sampling parameters that a checkpoint names. As in vLLM, `do_sample` is not read: who wants the most
+/// likely tokens asks for temperature 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct GenerationDefaults {
     /// Temperature.
@@ -37,18 +37,23 @@ impl GenerationDefaults {
         let number = |name: &str, most: f64| -> Result<Option<f32>> {
             let Some(value) = fields.get(name).filter(|value| !value.is_null()) else { return Ok(None) };
             let read = value.as_f64().filter(|number| (0.0..=most).contains(number));
-            let wrong = || fields.error(name, format!("expected a number from 0 to {most}"));
+            let bound =
+                if most < 1e6 { format!("a number from 0 to {most}") } else { "a number from 0 on".into() };
+            let wrong = || fields.error(name, format!("{value}, expected {bound}"));
             read.map(|number| Some(to_f32(number))).ok_or_else(wrong)
         };
-        let top_k = match fields.get("top_k").filter(|value| !value.is_null()) {
+        let top_k = match fields.get("top_k") {
             None => None,
             Some(value) => {
-                let read = value.as_u64().and_then(|most| u32::try_from(most).ok());
-                Some(read.ok_or_else(|| fields.error("top_k", "expected a whole number from 0 on"))?)
+                // all tokens are kept by 0 in transformers and by -1 in vLLM, and Python may write 50.0
+                let whole = value.as_f64().filter(|number| number.fract() == 0.0 && *number >= -1.0);
+                let most = whole.filter(|number| *number <= f64::from(u32::MAX));
+                let wrong = || fields.error("top_k", "expected a whole number from 0 on, or -1");
+                Some(to_u32(most.ok_or_else(wrong)?.max(0.0)))
             }
         };
         Ok(GenerationDefaults {
-            temperature: number("temperature", 2.0)?,
+            temperature: number("temperature", f64::from(f32::MAX))?,
             top_p: number("top_p", 1.0)?,
             top_k,
             min_p: number("min_p", 1.0)?,
@@ -80,13 +85,28 @@ mod tests {
         };
         assert_eq!(found.unwrap(), expected);
         for (text, field) in [
-            (r#"{"temperature": 3}"#, "temperature"),
+            (r#"{"temperature": -1}"#, "temperature"),
+            (r#"{"temperature": NaN}"#, "temperature"),
             (r#"{"top_p": "x"}"#, "top_p"),
-            (r#"{"top_k": -1}"#, "top_k"),
+            (r#"{"top_k": -2}"#, "top_k"),
+            (r#"{"top_k": 2.5}"#, "top_k"),
         ] {
             let error = open(text).unwrap_err().to_string();
             assert!(error.contains("generation_config.json") && error.contains(field), "{error}");
         }
+        for (text, top_k) in [(r#"{"top_k": -1}"#, 0), (r#"{"top_k": 50.0}"#, 50), (r#"{"top_k": 0}"#, 0)] {
+            assert_eq!(open(text).unwrap().top_k, Some(top_k), "{text}");
+        }
+        assert_eq!(open(r#"{"temperature": 3}"#).unwrap().temperature, Some(3.0));
         assert!(open("[").is_err());
+    }
+
+    #[test]
+    fn numbers_that_python_writes_are_read_around() {
+        let directory = scratch("generation-python");
+        let text =
+            r#"{"max_time": Infinity, "a": -Infinity, "said": "NaN \" Infinity", "top_p": 0.5, "b": [NaN]}"#;
+        std::fs::write(directory.join("generation_config.json"), text).unwrap();
+        assert_eq!(GenerationDefaults::open(&directory).unwrap().top_p, Some(0.5));
     }
 }

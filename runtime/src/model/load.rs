@@ -8,9 +8,11 @@ use super::made::{MadeMatrix, SourceTensor};
 use super::names::{Cut, PlannedTensor};
 use super::quantisation::{Quantisation, float_dtype, side};
 use super::schemes::{FoundTensor, fused_experts};
+use super::unread::ReadTensors;
 use super::{header, names};
 use mixfleet_hal::cast::{to_f32, to_usize};
 use mixfleet_hal::{DType, FileMapper, HostMemory};
+use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -136,14 +138,16 @@ impl Checkpoint {
     /// `model.safetensors.index.json`. Nothing is copied.
     ///
     /// # Errors
-    /// The error names the file, and the field or tensor, that is missing, damaged or unsupported.
+    /// The error names the file, and the field or tensor, that is missing, damaged or unsupported, or that
+    /// nothing reads though answers depend on it.
     pub fn open(directory: &Path, mapper: &dyn FileMapper) -> Result<Self> {
         if is_gguf(directory) {
             return gguf::open(directory, mapper);
         }
         OTHER_FILES.iter().try_for_each(|name| check_regular(&directory.join(name)))?;
         let mut config = ModelConfig::open(directory)?;
-        let shards = open_shards(directory, mapper)?;
+        let read = ReadTensors::of(&config, has_drafts(directory)?);
+        let shards = open_shards(directory, mapper, &read)?;
         let mut found: HashMap<&str, (usize, &header::Entry)> = HashMap::new();
         for (i, shard) in shards.iter().enumerate() {
             for (name, entry) in &shard.entries {
@@ -192,6 +196,7 @@ impl Checkpoint {
             let dtype = check(&shards[shard].file, &name, entry, &shape)?;
             tensors.insert(name, Location { dtype, shape, shard, range: entry.range.clone() });
         }
+        check_all_read(&shards, &read)?;
         if let Some(dtype) = most_common_dtype(&tensors) {
             config.dtype = dtype;
         }
@@ -277,7 +282,29 @@ impl Checkpoint {
     }
 }
 
-fn open_shards(directory: &Path, mapper: &dyn FileMapper) -> Result<Vec<Shard>> {
+/// Whether a configuration has layers that only draft tokens, behind its own.
+fn has_drafts(directory: &Path) -> Result<bool> {
+    let object = read_object_if_present(&directory.join("config.json"))?.unwrap_or_default();
+    Ok(object.get("num_nextn_predict_layers").and_then(Value::as_u64).is_some_and(|layers| layers > 0))
+}
+
+/// Refuses tensors that nothing reads, unless answers are the same without them.
+fn check_all_read(shards: &[Shard], read: &ReadTensors) -> Result<()> {
+    for shard in shards {
+        let unread = shard.entries.iter().find(|(name, entry)| {
+            let bytes = shard.memory.as_bytes().get(entry.range.clone()).unwrap_or_default();
+            !read.needs(name) && !read.leaves_out(name, bytes)
+        });
+        if let Some((name, _)) = unread {
+            let problem = "nothing here reads it, so that answers would be wrong";
+            return Err(Error::tensor(&shard.file, name, problem));
+        }
+    }
+    Ok(())
+}
+
+/// Opens the files of a checkpoint directory: those that hold what the model needs, and what else is there.
+fn open_shards(directory: &Path, mapper: &dyn FileMapper, read: &ReadTensors) -> Result<Vec<Shard>> {
     let open = |name: &str| -> Result<Shard> {
         let file = directory.join(name);
         let memory = mapper.map(&file).map_err(|e| Error::read(&file, e))?;
@@ -289,7 +316,7 @@ fn open_shards(directory: &Path, mapper: &dyn FileMapper) -> Result<Vec<Shard>> 
     }
     let index = directory.join(INDEX);
     let Some(object) = read_object_if_present(&index)? else {
-        return Err(Error::file(directory, format!("neither {SINGLE} nor {INDEX} is here")));
+        return Err(Error::file(directory, no_weights(directory)));
     };
     let fields = Fields::new(&index, &object);
     let Some(map) = fields.object("weight_map")? else {
@@ -305,6 +332,10 @@ fn open_shards(directory: &Path, mapper: &dyn FileMapper) -> Result<Vec<Shard>> 
     }
     let mut shards = Vec::with_capacity(files.len());
     for (file, mut promised) in files {
+        promised.retain(|name| read.needs(name));
+        if promised.is_empty() && !directory.join(file).exists() {
+            continue;
+        }
         let shard = open(file)?;
         for (name, _) in &shard.entries {
             promised.remove(name.as_str());
@@ -315,6 +346,25 @@ fn open_shards(directory: &Path, mapper: &dyn FileMapper) -> Result<Vec<Shard>> 
         shards.push(shard);
     }
     Ok(shards)
+}
+
+/// Says that a directory has no weights, and what is there in their place.
+fn no_weights(directory: &Path) -> String {
+    const OTHERS: [&str; 8] = ["bin", "pt", "pth", "h5", "msgpack", "onnx", "ckpt", "npz"];
+    let missing = format!("there are no weights: neither {SINGLE} nor {INDEX} is here");
+    let files = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let mut names: Vec<String> = files.map(|file| file.file_name().to_string_lossy().into_owned()).collect();
+    names.sort_unstable();
+    let ends = |name: &str, end: &str| Path::new(name).extension().is_some_and(|found| found == end);
+    if let Some(name) = names.iter().find(|name| ends(name, "safetensors")) {
+        return format!("{missing}, though {name} is: the index was not downloaded");
+    }
+    match names.iter().find(|name| OTHERS.iter().any(|end| ends(name, end))) {
+        Some(name) => {
+            format!("{missing}, and {name} is of a format that is not read; supported: safetensors, GGUF")
+        }
+        None => format!("{missing}; download them, or ask for random ones with --random-weights"),
+    }
 }
 
 /// The dtype of a tensor that must have `shape`.
@@ -339,7 +389,7 @@ fn most_common_dtype(tensors: &HashMap<String, Location>) -> Option<DType> {
 
 /// Host memory in which the start of every piece is aligned to a cache line.
 #[derive(Debug, Default)]
-struct AlignedBytes(Vec<CacheLine>);
+pub(super) struct AlignedBytes(Vec<CacheLine>);
 
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C, align(64))]
@@ -347,7 +397,7 @@ struct CacheLine([u8; 64]);
 
 impl AlignedBytes {
     /// Copies `bytes` to the next free cache line and returns their range.
-    fn append(&mut self, bytes: &[u8]) -> Range<usize> {
+    pub(super) fn append(&mut self, bytes: &[u8]) -> Range<usize> {
         let line_bytes = size_of::<CacheLine>();
         let first = self.0.len();
         self.0.resize(first + bytes.len().div_ceil(line_bytes), CacheLine([0; 64]));

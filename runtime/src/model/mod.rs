@@ -16,6 +16,7 @@ pub mod error;
 pub mod exchange;
 mod expanded;
 pub mod experts;
+pub mod families;
 mod fields;
 pub mod generation;
 mod gguf;
@@ -46,6 +47,8 @@ mod strftime;
 mod template_limits;
 mod tiktoken;
 pub mod tokenizer;
+mod tokenizer_config;
+mod unread;
 #[cfg(any(test, feature = "testing"))]
 pub mod variants;
 pub mod weights;

@@ -6,12 +6,14 @@
 use super::config::ModelConfig;
 use super::error::{Error, Result};
 use super::experts::Mixture;
+use super::families;
 use super::fields::{Fields, read_object, read_object_if_present};
 use super::gguf::{self, GgufFile, is_gguf};
 use super::latent::LatentHeads;
 use super::quantisation::Quantisation;
 use super::rope::{self, RopeDefaults};
 use super::schemes::Scheme;
+use super::tokenizer_config;
 use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_f32;
 use mixfleet_scheduler::batch::LayerPages;
@@ -98,7 +100,7 @@ const fn of(model_type: &'static str, architecture: &'static str) -> Family {
 
 impl ModelConfig {
     /// Reads `config.json` and, if present, `generation_config.json` of a checkpoint directory, or the header
-    /// of a GGUF file.
+    /// of a GGUF file. An answer also ends at the token that the tokenizer names for it.
     ///
     /// # Errors
     /// The error names the file and the field, and says what is supported.
@@ -117,6 +119,8 @@ impl ModelConfig {
         if let Some(ids) = Fields::new(&generation, &object).token_ids("eos_token_id")? {
             config.eos_ids = ids;
         }
+        let end = tokenizer_config::end_of_answer(directory)?;
+        config.eos_ids.extend(end.filter(|end| !config.eos_ids.contains(end)));
         Ok(config)
     }
 
@@ -201,7 +205,11 @@ fn family(fields: &Fields) -> Result<&'static Family> {
         return Err(fields.error("model_type", format!("missing; {}", supported())));
     };
     let Some(family) = FAMILIES.iter().find(|family| family.model_type == model_type) else {
-        return Err(fields.error("model_type", format!("'{model_type}' is not supported; {}", supported())));
+        let problem = match families::lacking(model_type) {
+            Some(missing) => format!("'{model_type}' is not supported; it needs {missing}"),
+            None => format!("'{model_type}' is not supported; {}", supported()),
+        };
+        return Err(fields.error("model_type", problem));
     };
     match fields.texts("architectures")?.unwrap_or_default().as_slice() {
         [] => Ok(family),

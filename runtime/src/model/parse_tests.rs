@@ -145,6 +145,36 @@ fn the_rope_table_is_cosines_then_sines() {
 }
 
 #[test]
+fn an_answer_also_ends_at_the_eos_token_of_the_tokenizer() {
+    let directory = scratch("eos-tokenizer");
+    let write =
+        |name: &str, value: Value| std::fs::write(directory.join(name), value.to_string()).expect("a file");
+    let ends = || ModelConfig::open(&directory).expect("a config").eos_ids;
+    write("config.json", with(llama(), json!({"eos_token_id": 2})));
+    let added = json!([{"id": 2, "content": "</s>"}, {"id": 5, "content": "<|im_end|>"}]);
+    write("tokenizer.json", json!({"added_tokens": added, "model": {"vocab": {"word": 7, "<stop>": 8}}}));
+    for (token, expected) in [
+        (json!("<|im_end|>"), vec![2, 5]),
+        (json!({"content": "<|im_end|>", "lstrip": false}), vec![2, 5]),
+        (json!("</s>"), vec![2]),
+        (json!("<stop>"), vec![2, 8]),
+        (json!("nowhere"), vec![2]),
+        (Value::Null, vec![2]),
+    ] {
+        write("tokenizer_config.json", json!({"eos_token": token}));
+        assert_eq!(ends(), expected, "{token}");
+    }
+    write("special_tokens_map.json", json!({"eos_token": "<|im_end|>"}));
+    assert_eq!(ends(), [2, 5], "where tokenizer_config.json names none");
+    write(
+        "tokenizer_config.json",
+        json!({"eos_token": "<late>", "added_tokens_decoder": {"11": {"content": "<late>"}}}),
+    );
+    write("generation_config.json", json!({"eos_token_id": [3]}));
+    assert_eq!(ends(), [3, 11]);
+}
+
+#[test]
 fn eos_ids_come_from_the_generation_config_first() {
     let directory = scratch("eos");
     let write =

@@ -4,7 +4,7 @@ use super::byte_level::{byte_symbol, symbol_bytes};
 use super::error::{Error, Result};
 use super::gguf::{self, GgufFile, is_gguf};
 use super::specials::Specials;
-use super::tiktoken;
+use super::{tiktoken, tokenizer_config};
 use mixfleet_hal::files;
 use std::collections::HashMap;
 use std::path::Path;
@@ -38,8 +38,8 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` of a checkpoint directory, or else `tiktoken.model`, or what a GGUF file says
-    /// of its tokens.
+    /// Reads `tokenizer.json` of a checkpoint directory and the tokens that stand in `tokenizer_config.json`
+    /// alone, or else `tiktoken.model`, or what a GGUF file says of its tokens.
     ///
     /// # Errors
     /// When the file is missing or not a tokenizer.
@@ -52,7 +52,8 @@ impl Tokenizer {
             return Self::new(tiktoken::open(directory)?);
         }
         let bytes = files::read(&file, FILE_BYTES_MAX).map_err(|e| Error::read(&file, e))?;
-        let inner = parse(&bytes).map_err(|e| Error::file(&file, format!("not a tokenizer: {e}")))?;
+        let mut inner = parse(&bytes).map_err(|e| Error::file(&file, format!("not a tokenizer: {e}")))?;
+        tokenizer_config::add_tokens(directory, &mut inner)?;
         Self::new(inner)
     }
 

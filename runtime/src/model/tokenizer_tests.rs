@@ -115,6 +115,25 @@ fn a_missing_or_damaged_file_is_named() {
 }
 
 #[test]
+fn tokens_of_the_configuration_alone_are_added() {
+    let directory = super::super::testing::scratch("tokenizer-added");
+    let good = super::super::builtin::tokenizer().expect("a tokenizer").to_json().expect("JSON");
+    std::fs::write(directory.join("tokenizer.json"), good).expect("a file");
+    let open = |id: u32| {
+        let added = serde_json::json!({"1": {"content": "<|end|>", "special": true},
+            id.to_string(): {"content": "<tool_call>", "special": false}});
+        let config = serde_json::json!({"added_tokens_decoder": added});
+        std::fs::write(directory.join("tokenizer_config.json"), config.to_string()).expect("a file");
+        Tokenizer::open(&directory)
+    };
+    let tokenizer = open(261).expect("a tokenizer");
+    assert_eq!(tokenizer.encode_chat("<tool_call><|end|>").expect("encodes"), [261, 1]);
+    assert!(tokenizer.is_special(1) && !tokenizer.is_special(261));
+    let error = open(300).unwrap_err().to_string();
+    assert!(error.contains("added_tokens_decoder.300") && error.contains("261"), "{error}");
+}
+
+#[test]
 fn truncation_of_the_file_is_not_obeyed() {
     let json = super::super::builtin::tokenizer().expect("a tokenizer").to_json().expect("JSON");
     let mut inner = tokenizers::Tokenizer::from_bytes(json).expect("a tokenizer");

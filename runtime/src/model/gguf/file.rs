@@ -2,6 +2,7 @@
 //! before it is used.
 
 use super::super::error::{Error, Result};
+use super::kinds::GgmlKind;
 use mixfleet_hal::cast::to_usize;
 use std::collections::HashMap;
 use std::io::Read;
@@ -13,6 +14,8 @@ const HEADER_BYTES_MAX: u64 = 128 << 20;
 /// The shortest key or tensor in a header, which bounds how many there can be.
 const ENTRY_BYTES_MIN: u64 = 12;
 const DIMENSIONS_MAX: u32 = 4;
+/// Files that a model may be divided into.
+const FILES_MAX: u64 = 10_000;
 const MAGIC: &[u8; 4] = b"GGUF";
 
 /// Whether a path is that of a GGUF file.
@@ -37,39 +40,23 @@ pub(super) enum GgufValue {
 /// A tensor in the file.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct GgufTensor {
-    /// The number of its type in ggml.
-    pub(super) kind: u32,
+    pub(super) kind: GgmlKind,
     /// Rows and columns; a vector is a row.
     pub(super) rows: u64,
     pub(super) columns: u64,
+    /// The file that it is in, of those that a model is divided into.
+    pub(super) shard: usize,
     /// Its bytes in the file.
     pub(super) range: Range<usize>,
 }
 
-/// What a GGUF file says of itself.
+/// What a GGUF file says of itself, with the tensors of the other files if the model is divided into several.
 #[derive(Clone, Debug)]
 pub(in super::super) struct GgufFile {
     pub(super) file: PathBuf,
     values: HashMap<String, GgufValue>,
     pub(super) tensors: HashMap<String, GgufTensor>,
 }
-
-/// Weights in a block of a type of ggml, and the block's bytes.
-pub(super) fn block_of(kind: u32) -> Option<(u64, u64)> {
-    match kind {
-        0 => Some((1, 4)),
-        1 | 30 => Some((1, 2)),
-        2 => Some((32, 18)),
-        8 => Some((32, 34)),
-        12 => Some((256, 144)),
-        13 => Some((256, 176)),
-        14 => Some((256, 210)),
-        _ => None,
-    }
-}
-
-/// The types that [`block_of`] knows, in words.
-pub(super) const KINDS: &str = "F32, F16, BF16, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K";
 
 /// A header that is being read.
 struct Reader<'a, R> {
@@ -191,11 +178,20 @@ impl<R: Read> Reader<'_, R> {
 }
 
 impl GgufFile {
-    /// Reads the header of a file.
+    /// Reads the header of a file, and those of the other files of a divided model.
     ///
     /// # Errors
-    /// As [`parse`](Self::parse), and when the file cannot be read.
+    /// As [`parse`](Self::parse), and when a file cannot be read or is not the part that its name says.
     pub(in super::super) fn open(file: &Path) -> Result<Self> {
+        let mut first = Self::open_one(file)?;
+        for (at, file) in first.other_files()?.iter().enumerate() {
+            first.join(Self::open_one(file)?, at + 1)?;
+        }
+        first.check_complete()?;
+        Ok(first)
+    }
+
+    fn open_one(file: &Path) -> Result<Self> {
         let failed = |e| Error::read(file, e);
         let opened = mixfleet_hal::files::open(file).map_err(failed)?;
         let length = opened.metadata().map_err(failed)?.len();
@@ -263,6 +259,61 @@ impl GgufFile {
         Ok(gguf)
     }
 
+    /// The other files of a model that is divided into several (`NAME-00001-of-00003.gguf`), whose first this
+    /// is; none of any other.
+    ///
+    /// # Errors
+    /// When this is not the first file, or its name does not say which part it is.
+    pub(super) fn other_files(&self) -> Result<Vec<PathBuf>> {
+        const COUNT: &str = "split.count";
+        let count = self.number(COUNT)?.unwrap_or(0);
+        if count <= 1 {
+            return Ok(Vec::new());
+        }
+        let name = self.file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        let named = |part: u64| format!("-{part:05}-of-{count:05}.gguf");
+        if self.number("split.no")?.unwrap_or(0) != 0 {
+            let problem = format!("this is a later one of {count} files: name the first one, *{}", named(1));
+            return Err(self.error("split.no", problem));
+        }
+        let Some(stem) = name.strip_suffix(&named(1)).filter(|_| count <= FILES_MAX) else {
+            let problem = format!("the model is divided into {count} files, expected the name *{}", named(1));
+            return Err(self.error(COUNT, problem));
+        };
+        Ok((2..=count).map(|part| self.file.with_file_name(format!("{stem}{}", named(part)))).collect())
+    }
+
+    /// Adds the tensors of another file of the same model.
+    ///
+    /// # Errors
+    /// When it is another part than its place says, or has tensors that are there.
+    pub(super) fn join(&mut self, other: GgufFile, shard: usize) -> Result<()> {
+        let number = other.number("split.no")?;
+        if number != Some(shard as u64) {
+            let problem = format!("{number:?}, expected {shard}: it is another part than its name says");
+            return Err(other.error("split.no", problem));
+        }
+        for (name, tensor) in other.tensors {
+            let tensor = GgufTensor { shard, ..tensor };
+            if self.tensors.insert(name.clone(), tensor).is_some() {
+                return Err(Error::tensor(&other.file, &name, "stands in an earlier file, too"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that all files together have as many tensors as the first one says.
+    pub(super) fn check_complete(&self) -> Result<()> {
+        const TENSORS: &str = "split.tensors.count";
+        match self.number(TENSORS)? {
+            Some(count) if count != self.tensors.len() as u64 => {
+                let problem = format!("{count}, and the files have {} tensors", self.tensors.len());
+                Err(self.error(TENSORS, problem))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The first byte of the first tensor.
     #[cfg(test)]
     pub(super) fn tensors_start(&self) -> usize {
@@ -274,6 +325,20 @@ impl GgufFile {
         Error::Field { file: self.file.clone(), field: key.to_owned(), problem: problem.into() }
     }
 
+    /// Whether a key is there and says anything but none, zero, false or one.
+    pub(super) fn has_effect(&self, key: &str) -> bool {
+        match self.values.get(key) {
+            None => false,
+            Some(GgufValue::Unsigned(value)) => *value > 0,
+            Some(GgufValue::Signed(value)) => *value != 0,
+            Some(GgufValue::Float(value)) => *value != 0.0 && *value != 1.0,
+            Some(GgufValue::Flag(value)) => *value,
+            Some(GgufValue::Text(value)) => !value.is_empty(),
+            Some(GgufValue::Texts(values)) => !values.is_empty(),
+            Some(GgufValue::Numbers(values)) => values.iter().any(|value| *value != 0.0),
+        }
+    }
+
     fn wrong(&self, key: &str, expected: &str) -> Error {
         self.error(key, format!("expected {expected}"))
     }
@@ -283,6 +348,12 @@ impl GgufFile {
             None => Ok(None),
             Some(GgufValue::Unsigned(value)) => Ok(Some(*value)),
             Some(GgufValue::Signed(value)) if *value >= 0 => Ok(Some(value.unsigned_abs())),
+            Some(GgufValue::Numbers(of_layers)) => match of_layers.as_slice() {
+                [first, rest @ ..] if rest.iter().all(|other| other == first) && first.fract() == 0.0 => {
+                    Ok(Some(*first).filter(|first| *first >= 0.0).map(mixfleet_hal::cast::to_u64))
+                }
+                _ => Err(self.wrong(key, "the same number for all layers; others are not supported")),
+            },
             Some(_) => Err(self.wrong(key, "a whole number from 0 on")),
         }
     }
@@ -296,6 +367,8 @@ impl GgufFile {
         match self.values.get(key) {
             None => Ok(None),
             Some(GgufValue::Float(value)) => Ok(Some(*value)),
+            Some(GgufValue::Unsigned(value)) => Ok(Some(*value as f64)),
+            Some(GgufValue::Signed(value)) => Ok(Some(*value as f64)),
             Some(_) => Err(self.wrong(key, "a number")),
         }
     }
@@ -354,9 +427,11 @@ fn info(reader: &mut Reader<impl Read>) -> Result<(String, GgufTensor, u64)> {
     if rows > u64::from(u32::MAX) || columns > u64::from(u32::MAX) {
         return Err(wrong(format!("{rows} x {columns} weights are more than any model has")));
     }
-    let Some((weights, block_bytes)) = block_of(kind) else {
-        return Err(wrong(format!("type {kind} of ggml is not supported; supported: {KINDS}")));
+    let Some(kind) = GgmlKind::of(kind) else {
+        let (kind, supported) = (GgmlKind::name_of(kind), GgmlKind::names());
+        return Err(wrong(format!("{kind} is not supported; supported: {supported}")));
     };
+    let (weights, block_bytes) = (kind.columns(), kind.bytes() as u64);
     if !columns.is_multiple_of(weights) {
         return Err(wrong(format!("rows of {columns} weights are no whole number of blocks of {weights}")));
     }
@@ -364,5 +439,5 @@ fn info(reader: &mut Reader<impl Read>) -> Result<(String, GgufTensor, u64)> {
     let Some(bytes) = bytes.and_then(|bytes| usize::try_from(bytes).ok()) else {
         return Err(wrong(format!("{rows} x {columns} weights are more than any file holds")));
     };
-    Ok((name, GgufTensor { kind, rows, columns, range: 0..bytes }, offset))
+    Ok((name, GgufTensor { kind, rows, columns, shard: 0, range: 0..bytes }, offset))
 }

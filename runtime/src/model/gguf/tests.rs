@@ -1,3 +1,4 @@
+use super::super::names;
 use super::super::testing::{ReadFiles, fixtures_named, golden_at, ids};
 use super::super::{ChatMessage, Checkpoint, Oracle, Tokenizer};
 use super::*;
@@ -130,4 +131,29 @@ fn a_file_that_is_cut_is_said_to_be_truncated_with_its_bytes_and_what_was_being_
         "tensor 'output.weight'",
     ];
     assert_eq!(parts, expected);
+}
+
+/// Files that hwtests/ggml.sh had written, each with what the `gguf` package reads of it.
+#[test]
+fn every_ggml_type_is_read_as_the_gguf_package_reads_it() {
+    let below = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/ggml/types");
+    let folder = std::env::var_os("MIXFLEET_GGML_TYPES").map_or_else(below, PathBuf::from);
+    if !folder.is_dir() {
+        println!("SKIPPED: there is no {}; hwtests/ggml.sh writes it", folder.display());
+        return;
+    }
+    for kind in kinds::GgmlKind::all() {
+        let checkpoint = Checkpoint::open(&folder.join(format!("{}.gguf", kind.name())), &ReadFiles).unwrap();
+        for (name, _) in names::shapes(&checkpoint.config).iter().filter(|(_, shape)| shape.len() == 2) {
+            let module = name.strip_suffix(".weight").expect("a matrix");
+            let file = folder.join(format!("{}.{module}.f32", kind.name()));
+            let expected = std::fs::read(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+            let found = checkpoint.values(name).expect("weights");
+            assert_eq!(found.len() * 4, expected.len(), "{name}");
+            for (at, (found, expected)) in found.iter().zip(expected.as_chunks::<4>().0).enumerate() {
+                let (found, expected) = (*found as f32, f32::from_le_bytes(*expected));
+                assert!(found == expected, "{} {name} {at}: {found}, expected {expected}", kind.name());
+            }
+        }
+    }
 }

@@ -1,0 +1,287 @@
+//! The configuration that a GGUF file describes, as that of a checkpoint.
+
+use super::super::config::ModelConfig;
+use super::super::error::{Error, Result};
+use super::file::{GgufFile, GgufTensor};
+use super::kinds::GgmlKind;
+use super::text;
+use mixfleet_hal::DType;
+use mixfleet_hal::cast::to_f32;
+use serde_json::{Map, Value, json};
+
+/// A supported architecture, and the `model_type` that it is here.
+struct Architecture {
+    name: &'static str,
+    model_type: &'static str,
+    /// The `model_type` if it has experts; none if it never does.
+    with_experts: Option<&'static str>,
+}
+
+const ARCHITECTURES: [Architecture; 5] = [
+    Architecture { name: "llama", model_type: "llama", with_experts: Some("mixtral") },
+    Architecture { name: "qwen2", model_type: "qwen2", with_experts: None },
+    Architecture { name: "qwen3", model_type: "qwen3", with_experts: None },
+    Architecture { name: "qwen2moe", model_type: "qwen2_moe", with_experts: Some("qwen2_moe") },
+    Architecture { name: "qwen3moe", model_type: "qwen3_moe", with_experts: Some("qwen3_moe") },
+];
+
+/// Factors that divide the frequencies of rope (Llama 3).
+pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
+
+/// Keys behind the architecture's name that change what a model computes, and that are read by nothing here:
+/// refused where they have an effect.
+const UNSUPPORTED: [&str; 37] = [
+    "activation.situ_beta",
+    "adapters.count",
+    "attention.clamp_kqv",
+    "attention.group_norm_groups",
+    "attention.indexer.head_count",
+    "attention.kv_lora_rank",
+    "attention.max_alibi_bias",
+    "attention.output_scale",
+    "attention.q_lora_rank",
+    "attention.recurrent_layers",
+    "attention.rope_pattern",
+    "attention.scale",
+    "attention.shared_kv_layers",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "attention.temperature_length",
+    "attention.temperature_scale",
+    "attention.value_scale",
+    "attn_logit_softcapping",
+    "attn_res.block_size",
+    "embedding_length_out",
+    "embedding_length_per_layer_input",
+    "embedding_scale",
+    "expert_group_count",
+    "final_logit_softcapping",
+    "full_attention_interval",
+    "hyper_connection.count",
+    "interleave_moe_layer_step",
+    "leading_dense_block_count",
+    "logit_scale",
+    "nextn_predict_layers",
+    "residual_scale",
+    "rope.scaling.alpha",
+    "rope.scaling.yarn_log_multiplier",
+    "ssm.state_size",
+    "swin_norm",
+    "use_parallel_residual",
+];
+
+/// Access to the keys of an architecture.
+struct Keys<'a> {
+    gguf: &'a GgufFile,
+    architecture: &'a str,
+}
+
+impl Keys<'_> {
+    fn key(&self, name: &str) -> String {
+        format!("{}.{name}", self.architecture)
+    }
+
+    fn number(&self, name: &str) -> Result<Option<u64>> {
+        self.gguf.number(&self.key(name))
+    }
+
+    fn required(&self, name: &str) -> Result<u64> {
+        self.number(name)?.ok_or_else(|| self.error(name, "missing"))
+    }
+
+    fn float(&self, name: &str) -> Result<Option<f64>> {
+        self.gguf.float(&self.key(name))
+    }
+
+    fn error(&self, name: &str, problem: impl Into<String>) -> Error {
+        self.gguf.error(&self.key(name), problem)
+    }
+}
+
+/// The configuration that a GGUF file describes.
+///
+/// # Errors
+/// The error names the key that is missing or not supported.
+pub(in super::super) fn config(gguf: &GgufFile, bytes: Option<&[u8]>) -> Result<ModelConfig> {
+    let name = gguf.text("general.architecture")?.unwrap_or("(missing)");
+    let Some(architecture) = ARCHITECTURES.iter().find(|known| known.name == name) else {
+        let supported: Vec<&str> = ARCHITECTURES.iter().map(|known| known.name).collect();
+        let problem = format!("'{name}' is not supported; supported: {}", supported.join(", "));
+        return Err(gguf.error("general.architecture", problem));
+    };
+    let keys = Keys { gguf, architecture: name };
+    for name in UNSUPPORTED {
+        if gguf.has_effect(&keys.key(name)) {
+            return Err(keys.error(name, "not supported in a GGUF file of this architecture"));
+        }
+    }
+    if gguf.flag(&keys.key("attention.causal"))? == Some(false) {
+        return Err(keys.error("attention.causal", "false is not supported: this is no decoder"));
+    }
+    let mut object = shape(&keys)?;
+    let experts = experts(&keys, architecture)?;
+    let model_type = match (&experts, architecture.with_experts) {
+        (Some(_), Some(model_type)) => model_type,
+        _ => architecture.model_type,
+    };
+    object.insert("model_type".to_owned(), model_type.into());
+    object.extend(experts.unwrap_or_default());
+    if let Some(scaling) = rope_scaling(&keys)? {
+        object.insert("rope_scaling".to_owned(), scaling);
+    }
+    object.insert("eos_token_id".to_owned(), json!(text::ends(gguf)?));
+    if let Some(bos) = gguf.token("tokenizer.ggml.bos_token_id")? {
+        object.insert("bos_token_id".to_owned(), bos.into());
+    }
+    let mut config = ModelConfig::parse(&gguf.file, &object)?;
+    let has_bias = |modules: &[&str]| {
+        modules.iter().any(|module| {
+            let mut layers = (0..config.layers).map(|layer| format!("blk.{layer}.{module}.bias"));
+            layers.any(|name| gguf.tensors.contains_key(&name))
+        })
+    };
+    let (qkv, output) = (has_bias(&["attn_q", "attn_k", "attn_v"]), has_bias(&["attn_output"]));
+    let mlp = has_bias(&["ffn_gate", "ffn_up", "ffn_down"]);
+    (config.qkv_bias, config.o_bias, config.mlp_bias) = (qkv, output, mlp && config.experts.is_none());
+    if let Some(factors) = gguf.tensors.get(ROPE_FACTORS) {
+        let stored = bytes.and_then(|bytes| bytes.get(factors.range.clone()));
+        divide_frequencies(gguf, &mut config, factors, stored)?;
+    }
+    let up = ["ffn_up", "ffn_up_exps"].map(|name| gguf.tensors.get(&format!("blk.0.{name}.weight")));
+    let up = up.into_iter().flatten().next();
+    config.format = up.and_then(|tensor| tensor.kind.quantised()).map(|kind| kind.format());
+    Ok(config)
+}
+
+/// The fields that every architecture has.
+fn shape(keys: &Keys) -> Result<Map<String, Value>> {
+    let gguf = keys.gguf;
+    let (heads, hidden) = (keys.required("attention.head_count")?, keys.required("embedding_length")?);
+    let head_dim = keys.number("attention.key_length")?.unwrap_or(hidden / heads.max(1));
+    for name in ["attention.value_length", "rope.dimension_count"] {
+        if keys.number(name)?.is_some_and(|length| length != head_dim) {
+            let problem = format!("not supported unless it is the head's length, {head_dim}");
+            return Err(keys.error(name, problem));
+        }
+    }
+    let Some(embedding) = gguf.tensors.get("token_embd.weight") else {
+        return Err(Error::tensor(&gguf.file, "token_embd.weight", "missing"));
+    };
+    let eps = keys.float("attention.layer_norm_rms_epsilon")?;
+    let eps = eps.ok_or_else(|| keys.error("attention.layer_norm_rms_epsilon", "missing"))?;
+    let object = json!({
+        "hidden_size": hidden,
+        "intermediate_size": keys.required("feed_forward_length")?,
+        "num_hidden_layers": keys.required("block_count")?,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.number("attention.head_count_kv")?.unwrap_or(heads),
+        "head_dim": head_dim,
+        "vocab_size": embedding.rows,
+        "max_position_embeddings": keys.required("context_length")?,
+        "rms_norm_eps": eps,
+        "tie_word_embeddings": !gguf.tensors.contains_key("output.weight"),
+        "rope_theta": keys.float("rope.freq_base")?.unwrap_or(10_000.0),
+        "dtype": "bfloat16",
+    });
+    Ok(object.as_object().cloned().unwrap_or_default())
+}
+
+/// The fields of experts, if there are any.
+fn experts(keys: &Keys, architecture: &Architecture) -> Result<Option<Map<String, Value>>> {
+    let count = keys.number("expert_count")?.unwrap_or(0);
+    if count == 0 {
+        return Ok(None);
+    }
+    let Some(model_type) = architecture.with_experts else {
+        return Err(keys.error("expert_count", format!("{count}, and this architecture has no experts here")));
+    };
+    // what the weights of a token's experts are multiplied by, and whether they add up to one
+    for name in ["expert_weights_scale", "expert_weights_norm"] {
+        if keys.gguf.has_effect(&keys.key(name)) && model_type == "qwen2_moe" {
+            return Err(keys.error(name, "not supported in a GGUF file of this architecture"));
+        }
+    }
+    if keys.float("expert_weights_scale")?.is_some_and(|scale| scale != 0.0 && scale != 1.0) {
+        return Err(keys.error("expert_weights_scale", "not supported unless it is 1"));
+    }
+    if keys.number("expert_gating_func")?.is_some_and(|function| function > 1) {
+        return Err(keys.error("expert_gating_func", "not supported unless it is 1, which is softmax"));
+    }
+    let active = keys.required("expert_used_count")?;
+    let mut fields = json!({"num_experts": count, "num_local_experts": count, "num_experts_per_tok": active});
+    let mut put = |name: &str, value: Value| fields[name] = value;
+    if model_type != "mixtral" {
+        let whole = keys.required("feed_forward_length")?;
+        let inner = keys.number("expert_feed_forward_length")?.unwrap_or(whole / active.max(1));
+        put("moe_intermediate_size", inner.into());
+        put("norm_topk_prob", (model_type == "qwen3_moe").into());
+        put("decoder_sparse_step", 1.into());
+        let shared = keys.number("expert_shared_feed_forward_length")?.unwrap_or(whole);
+        put("shared_expert_intermediate_size", shared.into());
+    } else if keys.gguf.has_effect(&keys.key("expert_shared_feed_forward_length")) {
+        let problem = "not supported in a GGUF file of this architecture";
+        return Err(keys.error("expert_shared_feed_forward_length", problem));
+    }
+    Ok(fields.as_object().cloned())
+}
+
+/// `rope_scaling` as `config.json` has it.
+fn rope_scaling(keys: &Keys) -> Result<Option<Value>> {
+    let factor = keys.float("rope.scaling.factor")?.or(keys.float("rope.scale_linear")?);
+    let factor = factor.filter(|factor| *factor != 0.0);
+    let attention = keys.float("rope.scaling.attn_factor")?.unwrap_or(1.0);
+    let kind_key = keys.key("rope.scaling.type");
+    let kind = keys.gguf.text(&kind_key)?;
+    if kind != Some("yarn") && attention != 1.0 {
+        return Err(keys.error("rope.scaling.attn_factor", "not supported without yarn"));
+    }
+    match (kind.unwrap_or("linear"), factor) {
+        ("none", _) | ("linear", None) => Ok(None),
+        ("linear", Some(factor)) => Ok(Some(json!({"rope_type": "linear", "factor": factor}))),
+        ("yarn", factor) => {
+            let whole = |name: &str| keys.float(&format!("rope.scaling.yarn_{name}"));
+            let extrapolated = whole("ext_factor")?.unwrap_or(1.0);
+            if extrapolated != 1.0 && extrapolated >= 0.0 {
+                return Err(keys.error("rope.scaling.yarn_ext_factor", "not supported unless it is 1"));
+            }
+            let factor = factor.unwrap_or(1.0);
+            let attention = attention * whole("attn_factor")?.unwrap_or(1.0);
+            let mut yarn = json!({"rope_type": "yarn", "factor": factor,
+                "original_max_position_embeddings": keys.number("rope.scaling.original_context_length")?});
+            if attention != 1.0 {
+                yarn["attention_factor"] = json!(attention * (0.1 * factor.max(1.0).ln() + 1.0));
+            }
+            for name in ["beta_fast", "beta_slow"] {
+                if let Some(beta) = whole(name)?.filter(|beta| *beta > 0.0) {
+                    yarn[name] = json!(beta);
+                }
+            }
+            Ok(Some(yarn))
+        }
+        (other, _) => {
+            let problem = format!("'{other}' is not supported; supported: none, linear, yarn");
+            Err(keys.gguf.error(&kind_key, problem))
+        }
+    }
+}
+
+/// Divides the frequencies by a tensor of factors; without the file's bytes they stay as they are.
+fn divide_frequencies(
+    gguf: &GgufFile,
+    config: &mut ModelConfig,
+    factors: &GgufTensor,
+    stored: Option<&[u8]>,
+) -> Result<()> {
+    let frequencies = &mut config.rope.inv_freq;
+    if factors.kind != GgmlKind::F32 || factors.rows != 1 || factors.columns != frequencies.len() as u64 {
+        let problem = format!("expected {} factors in F32", frequencies.len());
+        return Err(Error::tensor(&gguf.file, ROPE_FACTORS, problem));
+    }
+    for (frequency, factor) in frequencies.iter_mut().zip(DType::F32.decode(stored.unwrap_or_default())) {
+        *frequency /= to_f32(factor);
+        if !(frequency.is_finite() && *frequency > 0.0) {
+            return Err(Error::tensor(&gguf.file, ROPE_FACTORS, format!("{factor} is no factor")));
+        }
+    }
+    Ok(())
+}
