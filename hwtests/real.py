@@ -2,8 +2,9 @@
 """Greedy answers of `mixfleet serve` beside llama.cpp's, from one GGUF file. hwtests/real.sh runs it."""
 import argparse, json, os, re, subprocess, sys, tempfile, time, urllib.request
 
-# llama.cpp multiplies activations of eight bits: two logits nearer than this may change places
-MARGIN = 0.35
+# llama.cpp rounds activations to eight bits: two logits nearer than this may change places. On 12 of these prompts they
+# moved by up to 0.58, where the weights in f32 give all tokens of ours.
+MARGIN = 0.6
 TEXTS = ["The capital of France is", "Once upon a time there was a small fleet of", "def fibonacci(n):\n    ", "The first 10 prime numbers are 2, 3, 5,",
          "Die Hauptstadt von Deutschland ist", "La capitale de l'Italie est", "SELECT name, COUNT(*) FROM", "Water boils at",
          "In 1969, the first man walked on", "To make pancakes you need flour,", "今日は", "Le chat est sur la", "1, 2, 4, 8, 16,", "#include <stdio.h>\nint main(",
