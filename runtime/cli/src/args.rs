@@ -48,6 +48,9 @@ pub(crate) struct ModelArgs {
     /// Checkpoint directory, or random:NAME [default: small and random]
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
+    /// Draw weights at random for a --model DIR that has none; its answers mean nothing
+    #[arg(long, requires = "model")]
+    pub(crate) random_weights: bool,
     /// Dtype of activations: f32, bf16, f16 [default: as weights]
     #[arg(long, value_name = "DTYPE")]
     pub(crate) activations: Option<DType>,

@@ -28,6 +28,7 @@ mod failure;
 mod fleet;
 mod generate;
 mod groups;
+mod hub;
 mod interrupt;
 mod links;
 mod logs;

@@ -3,6 +3,7 @@
 use crate::args::ModelArgs;
 use crate::check_files;
 use crate::failure::UsageError;
+use crate::hub::{self, Located};
 use crate::trials::ChildTrials;
 use anyhow::{Context, Result};
 use mixfleet_hal::DType;
@@ -39,12 +40,12 @@ pub(crate) struct LoadedModel {
 impl LoadedModel {
     /// Maps the checkpoint and reads tokenizer and chat template.
     pub(crate) fn load(args: &ModelArgs, env: &SharedEnv) -> Result<Self> {
-        let (name, checkpoint, random, tokenizer, template) = match &args.model {
-            Some(directory) => match directory.to_str().and_then(|text| text.strip_prefix(RANDOM)) {
-                Some(shape) => random(shape)?,
-                None => open(directory)?,
-            },
-            None => (
+        let shape = args.model.as_ref().and_then(|model| model.to_str()?.strip_prefix(RANDOM));
+        let located = args.model.as_deref().filter(|_| shape.is_none()).map(hub::located).transpose()?;
+        let (name, checkpoint, random, tokenizer, template) = match (&located, shape) {
+            (_, Some(shape)) => random(shape)?,
+            (Some(located), None) => open(located, args.random_weights)?,
+            (None, None) => (
                 builtin::NAME.to_string(),
                 builtin::checkpoint()?,
                 None,
@@ -52,8 +53,8 @@ impl LoadedModel {
                 Some(builtin::chat_template()?),
             ),
         };
-        let defaults = match &args.model {
-            Some(directory) => GenerationDefaults::open(directory)?,
+        let defaults = match &located {
+            Some(located) => GenerationDefaults::open(&located.path)?,
             None => GenerationDefaults::default(),
         };
         let activations = args.activations.unwrap_or(checkpoint.config.dtype);
@@ -120,28 +121,27 @@ pub(crate) fn misnamed(path: &Path) -> Option<String> {
             folder.display()
         ));
     }
-    let text = path.to_str()?;
-    let is_hub_id = !path.exists() && !text.starts_with(['.', '/', '~']) && text.split('/').count() == 2;
-    is_hub_id.then(|| {
-        format!(
-            "there is no directory {shown}: nothing is downloaded here; if it is a model of the Hugging Face Hub, \
-             get it with 'hf download {shown} --local-dir DIR' and give --model DIR"
-        )
-    })
+    None
 }
 
-fn open(directory: &Path) -> Result<Loading> {
+/// Opens a checkpoint, whose weights are drawn at random if that is `asked` for and there are none.
+fn open(located: &Located, asked: bool) -> Result<Loading> {
+    let directory = located.path.as_path();
     if let Some(why) = misnamed(directory) {
         return Err(UsageError(why).into());
     }
     let failed = || format!("cannot load the checkpoint in {}", directory.display());
     check_files::in_child(directory).with_context(failed)?;
-    let (checkpoint, random) = match has_no_weights(directory) {
+    let (checkpoint, random) = match asked {
         false => (Checkpoint::open(directory, &mixfleet_cpu::host::Mapper).with_context(failed)?, None),
+        true if !has_no_weights(directory) => {
+            let why = format!("--random-weights: there are weights in {}", directory.display());
+            return Err(UsageError(why).into());
+        }
         true => {
             tracing::warn!(
                 directory = %directory.display(),
-                "there are no weights; devices that compute get random ones, whose answers mean nothing"
+                "weights are random: devices that compute get them, and answers mean nothing"
             );
             let text = files::read(&directory.join("config.json"), TEXT_BYTES_MAX).with_context(failed)?;
             let config: serde_json::Map<_, _> = serde_json::from_slice(&text).with_context(failed)?;
@@ -160,6 +160,7 @@ fn open(directory: &Path) -> Result<Loading> {
     let template = ChatTemplate::open(directory)?;
     let absolute = directory.canonicalize().unwrap_or_else(|_| directory.to_path_buf());
     let named = if directory.is_file() { absolute.file_stem() } else { absolute.file_name() };
-    let name = named.map_or_else(|| "model".into(), |n| n.to_string_lossy().into_owned());
+    let named = named.map(|name| name.to_string_lossy().into_owned());
+    let name = located.name.clone().or(named).unwrap_or_else(|| "model".into());
     Ok((name, checkpoint, random, tokenizer, template))
 }

@@ -8,6 +8,7 @@ use anyhow::Result;
 use clap::Args;
 use mixfleet_hal::units::GB;
 use mixfleet_hal::{DType, StoredAs, WeightFormat};
+use mixfleet_runtime::model::families::{FAMILIES, ModelFamily};
 use mixfleet_scheduler::models::{KnownModel, find, models};
 use serde_json::{Map, Value, json};
 use std::io::Write;
@@ -21,6 +22,9 @@ pub(crate) struct ModelsArgs {
     /// Say whether a checkpoint directory or GGUF file would be served, and what memory it takes
     #[arg(long, value_name = "PATH", conflicts_with = "name")]
     check: Option<PathBuf>,
+    /// List families of checkpoints by model_type: served, or which operations are missing
+    #[arg(long, conflicts_with_all = ["name", "check"])]
+    families: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -29,6 +33,9 @@ pub(crate) struct ModelsArgs {
 pub(crate) fn run(args: &ModelsArgs) -> Result<()> {
     if let Some(path) = &args.check {
         return check::run(path, args.json);
+    }
+    if args.families {
+        return list_families(args.json);
     }
     let found = args.name.as_deref().map(find).transpose().map_err(|error| UsageError(error.to_string()))?;
     let mut out = screen::output(args.json);
@@ -44,6 +51,27 @@ pub(crate) fn run(args: &ModelsArgs) -> Result<()> {
         Some(model) => describe(&mut out, model),
         None => list(&mut out),
     }
+}
+
+fn list_families(as_json: bool) -> Result<()> {
+    let mut out = screen::output(as_json);
+    if as_json {
+        let document = |family: &ModelFamily| {
+            json!({"model_type": family.model_type, "models": family.models, "served": family.missing.is_empty(),
+                "missing": family.missing})
+        };
+        let all: Vec<Value> = FAMILIES.iter().map(document).collect();
+        writeln!(out, "{:#}", json!({"schema": "mixfleet.families/1", "families": all}))?;
+        return Ok(());
+    }
+    for family in FAMILIES {
+        let state = match family.missing {
+            [] => "served".to_owned(),
+            missing => format!("missing: {}", missing.join("; ")),
+        };
+        writeln!(out, "{:<18}{:<44}{state}", family.model_type, family.models)?;
+    }
+    Ok(())
 }
 
 /// Prints what is supported of a checkpoint, in the child that looks at it.

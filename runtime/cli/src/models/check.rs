@@ -2,7 +2,7 @@
 //! is loaded.
 
 use crate::failure::{Failed, UsageError, with_causes};
-use crate::{check_files, model, screen};
+use crate::{check_files, hub, model, screen};
 use anyhow::{Result, bail};
 use mixfleet_hal::units::GB;
 use mixfleet_runtime::model::{ChatTemplate, Checkpoint, GenerationDefaults, Tokenizer};
@@ -18,6 +18,8 @@ type Finding = (&'static str, Result<String, String>);
 /// # Errors
 /// `Failed` if something is not, `UsageError` if there is nothing.
 pub(super) fn run(path: &Path, as_json: bool) -> Result<()> {
+    let located = hub::located(path)?;
+    let path = located.path.as_path();
     if let Some(why) = model::misnamed(path) {
         bail!(UsageError(why));
     }

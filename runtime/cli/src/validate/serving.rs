@@ -63,6 +63,7 @@ fn tokens(prefill: &str, decode: &str) -> Result<Vec<u32>> {
         let env: SharedEnv = Arc::new(RealEnv::new(tokio::runtime::Handle::current()));
         let args = ModelArgs {
             model: None,
+            random_weights: false,
             activations: Some(DType::F32),
             kv_dtype: Some(DType::F32),
             kv_memory: Some(0.02),
