@@ -113,8 +113,8 @@ plant "what a grammar forbids may be drawn" runtime/src/engine/shaping.rs \
     's/FORBIDDEN_LOSS: f32 = 3e38/FORBIDDEN_LOSS: f32 = 0.0/' lib shaping::
 plant "a token that was penalised is allowed again" runtime/src/engine/shaping.rs \
     's/self.forbidden.binary_search(&entry\[0\]).is_err()/true/' lib shaping::
-plant "a call of an unknown tool is passed on" runtime/src/api/tools.rs \
-    's/find(|known| \*\*known == call.name)/find(|_| true)/' lib tools::
+plant "a call of an unknown tool is passed on" runtime/src/api/tool_bodies.rs \
+    's/find(|(known, _)| known == name)/find(|_| true)/' lib tools::
 plant "a thread is taken for granted" runtime/src/engine/instance.rs \
     's/env.spawn_worker(&name, Box::pin(worker.run())).map_err(no_thread)/env.spawn_worker(\&name, Box::pin(worker.run())).map_err(no_thread).unwrap(); Ok(())/'
 plant "weights are not compared" runtime/src/fleet/session.rs \

@@ -16,6 +16,7 @@ use crate::budget::{BudgetError, ByteBudget, HeldBytes, Party};
 use crate::env::SharedEnv;
 use crate::model::Tokenizer;
 use futures_util::future::BoxFuture;
+pub(crate) use library::without_annotations;
 use library::{Compiled, GrammarCompiler, special};
 use mixfleet_scheduler::fleet::PartyId;
 use serde::{Deserialize, Serialize};

@@ -95,6 +95,11 @@ impl TextModel for LoadedText {
         Box::new(Decoder(Some(self.tokenizer.stream())))
     }
 
+    fn decoder_showing(&self, marks: Vec<&'static str>) -> Box<dyn TextDecoder> {
+        let inner = Decoder(Some(self.tokenizer.stream()));
+        Box::new(ShowingDecoder { inner, tokenizer: self.tokenizer.clone(), marks })
+    }
+
     fn check_grammar(&self, grammar: &Grammar, client: GrammarClient<'_>) -> Result<(), GrammarError> {
         self.grammars.begin(grammar, &Arc::default(), client).map(drop)
     }
@@ -118,5 +123,31 @@ impl TextDecoder for Decoder {
 
     fn finish(&mut self) -> Result<String, String> {
         self.0.take().map_or(Ok(String::new()), |stream| stream.finish().map_err(|e| e.to_string()))
+    }
+}
+
+/// A decoder that shows some special tokens, as text between two streams of it.
+struct ShowingDecoder {
+    inner: Decoder,
+    tokenizer: Tokenizer,
+    marks: Vec<&'static str>,
+}
+
+impl TextDecoder for ShowingDecoder {
+    fn push(&mut self, id: u32) -> Result<String, String> {
+        if !self.tokenizer.is_special(id) {
+            return self.inner.push(id);
+        }
+        let name = self.tokenizer.token_bytes(id);
+        let Some(mark) = self.marks.iter().find(|mark| mark.as_bytes() == name) else {
+            return self.inner.push(id);
+        };
+        let before = self.inner.finish()?;
+        self.inner = Decoder(Some(self.tokenizer.stream()));
+        Ok(before + mark)
+    }
+
+    fn finish(&mut self) -> Result<String, String> {
+        self.inner.finish()
     }
 }

@@ -9,7 +9,8 @@ use super::Seat;
 use super::stop::StopFilter;
 use super::tally::Tally;
 use super::text::TextDecoder;
-use super::tools::{ToolCall, ToolPieces, ToolReader};
+use super::tool_reader::ToolReader;
+use super::tools::{ToolCall, ToolPieces};
 use crate::request::{Failure, FinishReason, Logprobs, Update, UpdateReceiver, logprobs_bytes};
 
 /// A generated token with the values that `logprobs` asks for.

@@ -2,6 +2,7 @@
 
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
+use std::ops::ControlFlow;
 
 use super::ServedModel;
 use super::encode::{Encoder, Stopped};
@@ -10,6 +11,7 @@ use super::fields::{Fields, each, text, wrong_type};
 use super::format::AnswerForm;
 use super::generate::Plan;
 use super::interface;
+use super::json;
 use super::parameters::{self, Parameters};
 use super::shapes::Endpoint;
 use super::text::{Marked, mark};
@@ -42,14 +44,17 @@ pub(crate) fn plan(
         return Err(ApiError::value("continue_final_message", message));
     }
     let mut arguments = fields.object("chat_template_kwargs")?.unwrap_or_default();
-    let tools = tools(&mut fields, &mut parameters, model)?;
+    let given = Tools::parse(&mut fields)?;
+    if let Some(tools) = &given {
+        arguments.insert("tools".into(), tools.given.clone());
+    }
+    let (tools, refused) = callable(given, &mut parameters, model)?;
     let keeps_kv = hand_over::parse(&mut fields, model)?;
     refused::check(&fields)?;
     let warning = interface::unknown_fields(&fields);
     parameters.check_format_ends(model)?;
-    if let Some((tools, _)) = &tools {
-        arguments.insert("tools".into(), tools.given.clone());
-    }
+    let past_calls = messages.iter().filter_map(|message| message.extra.get("tool_calls")?.as_array());
+    let past_calls = past_calls.map(Vec::len).sum();
     let failed = |error: String| encoder.failed(&error);
     let keeps_text = parameters.split_special_tokens.unwrap_or(true);
     let mark = match keeps_text {
@@ -82,6 +87,8 @@ pub(crate) fn plan(
         max_tokens_default: None,
         logprobs,
         tools,
+        past_calls,
+        refused,
         parameters,
         warning,
         keeps_kv,
@@ -123,21 +130,25 @@ fn continued(fields: &mut Fields<'_>, messages: &[ChatMessage]) -> Result<bool, 
     }
 }
 
-/// Reads the tools that may be called. Those that must be called decide the form of the answer.
-fn tools(
-    fields: &mut Fields<'_>,
+/// Tools that may be called, and how the model calls them; or why nobody can tell. Those that must be
+/// called decide the form of the answer.
+fn callable(
+    tools: Option<Tools>,
     parameters: &mut Parameters,
     model: &ServedModel,
-) -> Result<Option<(Tools, ToolStyle)>, ApiError> {
-    let Some(tools) = Tools::parse(fields)? else { return Ok(None) };
-    let hint = "the template of this model knows no tools, or not how they are called";
-    let style = model.text.tool_style().ok_or_else(|| ApiError::unsupported("tools", hint))?;
+) -> Result<(Option<(Tools, ToolStyle)>, Option<ApiError>), ApiError> {
+    let Some(tools) = tools else { return Ok((None, None)) };
+    let Some(style) = model.text.tool_style() else {
+        let hint = "the template of this model knows no tools, or not how they are called";
+        return Ok((None, Some(ApiError::unsupported("tools", hint))));
+    };
     if parameters.format.is_some() {
         let hint = "a form of the answer beside 'tools' is not implemented";
         return Err(ApiError::unsupported("response_format", hint));
     }
-    parameters.format = tools.grammar(style).map(|grammar| AnswerForm::new("tools", grammar));
-    Ok(Some((tools, style)))
+    let is_special = |mark: &str| !model.text.special_places(mark).is_empty();
+    parameters.format = tools.grammar(style, &is_special).map(|grammar| AnswerForm::new("tools", grammar));
+    Ok((Some((tools, style)), None))
 }
 
 /// All text that the client wrote and that a template can print. Roles are a few fixed words; names of
@@ -198,54 +209,99 @@ fn messages(fields: &mut Fields<'_>, encoder: &Encoder<'_>) -> Result<Vec<ChatMe
     Ok(messages)
 }
 
+/// Names under which clients send what a model thought before it answered.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+/// Fields of messages that servers send, that clients send back, and that no template prints.
+const ECHOED: [&str; 3] = ["annotations", "reasoning_details", "provider_specific_fields"];
+
 /// Converts a message for the template: a known role, and its content as one string.
 fn message(index: usize, raw: &RawValue, call_bytes: &mut usize) -> Result<ChatMessage, ApiError> {
     let name = |field: &str| format!("messages[{index}]{field}");
     let mut fields = Fields::within(raw)?.ok_or_else(|| wrong_type(&name(""), "an object", raw))?;
     let unsupported =
         |field: &str| ApiError::unsupported(&name(&format!(".{field}")), "messages carry text only");
-    for field in ["function_call", "audio", "refusal"] {
-        let empty = |raw: &RawValue| matches!(raw.get(), "[]" | "\"\"");
-        if fields.take(field).is_some_and(|raw| !empty(raw)) {
-            return Err(unsupported(field));
-        }
-    }
-    let role =
-        match fields.take("role").map(|raw| text(&name(".role"), raw)).transpose()?.flatten().as_deref() {
-            Some(role @ ("system" | "user" | "assistant" | "tool")) => role.to_string(),
-            // OpenAI's later name for the same role; templates know only the older one.
-            Some("developer") => "system".into(),
-            Some(other) => {
-                let other: String = other.chars().take(32).collect();
-                let message =
-                    format!("role {other:?} is not one of system, developer, user, assistant, tool");
-                return Err(ApiError::value(name(".role"), message));
-            }
-            None => {
-                return Err(ApiError::field(name(".role"), "missing_parameter", "a message needs a 'role'"));
-            }
-        };
+    let role = role(&name(".role"), fields.take("role"))?;
     let calls = fields.take("tool_calls").map(|raw| tools::past_calls(&name(".tool_calls"), raw, call_bytes));
     let calls = calls.transpose()?;
     let calls = calls.filter(|calls| !calls.is_empty());
-    let said = match (fields.take("content"), &calls) {
-        (None, Some(_)) => String::new(),
-        (raw, _) => content(&name(".content"), raw)?,
+    let refusal = fields.take("refusal").map(|raw| text(&name(".refusal"), raw)).transpose()?.flatten();
+    let refusal = refusal.filter(|refusal| !refusal.is_empty());
+    let given = fields.take("content");
+    let said = match (given, refusal) {
+        (None, Some(refusal)) => refusal,
+        (Some(_), Some(_)) => return Err(unsupported("refusal")),
+        (None, None) if calls.is_some() || role == "assistant" => String::new(),
+        (raw, None) => content(&name(".content"), raw)?,
     };
     let mut message = ChatMessage::new(role, said);
     if let Some(calls) = calls {
         message.extra.insert("tool_calls".into(), calls.into());
     }
-    for field in ["name", "reasoning_content", "tool_call_id"] {
+    for field in ["name", "tool_call_id"].into_iter().chain(REASONING) {
         let Some(raw) = fields.take(field) else { continue };
         let value = text(&name(&format!(".{field}")), raw)?;
         let value = value.ok_or_else(|| wrong_type(&name(&format!(".{field}")), "a string", raw))?;
         message.extra.insert(field.into(), value.into());
     }
-    match fields.unread().next() {
-        Some(field) => Err(unsupported(&field.chars().take(64).collect::<String>())),
-        None => Ok(message),
+    let is_empty = |raw: &RawValue| matches!(raw.get(), "[]" | "\"\"" | "{}");
+    let unread: Vec<String> = fields.unread().map(str::to_owned).collect();
+    for field in unread {
+        let is_annotation = ECHOED.contains(&field.as_str());
+        if fields.take(&field).is_some_and(|raw| !is_annotation && !is_empty(raw)) {
+            return Err(unsupported(&field.chars().take(64).collect::<String>()));
+        }
     }
+    Ok(with_order(message, raw, given.is_some()))
+}
+
+fn role(name: &str, raw: Option<&RawValue>) -> Result<&'static str, ApiError> {
+    match raw.map(|raw| text(name, raw)).transpose()?.flatten().as_deref() {
+        // OpenAI's later name for the same role; templates know only the older one.
+        Some("system" | "developer") => Ok("system"),
+        Some("user") => Ok("user"),
+        Some("assistant") => Ok("assistant"),
+        Some("tool") => Ok("tool"),
+        Some(other) => {
+            let other: String = other.chars().take(32).collect();
+            let message = format!("role {other:?} is not one of system, developer, user, assistant, tool");
+            Err(ApiError::value(name, message))
+        }
+        None => Err(ApiError::field(name, "missing_parameter", "a message needs a 'role'")),
+    }
+}
+
+/// The message as transformers gives it to templates: with its fields in the client's order, without
+/// those that are null, and with what the model thought under two names.
+fn with_order(mut message: ChatMessage, raw: &RawValue, has_content: bool) -> ChatMessage {
+    let mut order: Vec<String> = Vec::new();
+    let walked = json::entries(raw.get(), |name, _| {
+        let is_shown = match &*name {
+            "role" => true,
+            "content" => has_content,
+            name => message.extra.contains_key(name),
+        };
+        if is_shown && !order.iter().any(|known| *known == name) {
+            order.push(name.into_owned());
+        }
+        ControlFlow::Continue(())
+    });
+    if walked.is_err() {
+        return message;
+    }
+    if !has_content && !message.content.is_empty() {
+        order.push("content".into());
+    }
+    let thought = REASONING.iter().find_map(|name| message.extra.get(*name)).cloned();
+    if let Some(thought) = thought {
+        order.retain(|name| name != "thinking");
+        order.insert(0, "thinking".into());
+        message.extra.entry("thinking").or_insert_with(|| thought.clone());
+        if !order.iter().any(|name| name == REASONING[0]) {
+            order.push(REASONING[0].into());
+        }
+        message.extra.insert(REASONING[0].into(), thought);
+    }
+    message.ordered(order)
 }
 
 /// Reads message content: a string, or the text parts of an array joined by newlines.
@@ -280,7 +336,8 @@ fn text_part(name: &str, wanted: &str, raw: &RawValue) -> Result<String, ApiErro
     let mut fields = Fields::within(raw)?.ok_or_else(|| wrong_type(name, wanted, raw))?;
     let mut field = |key: &str| fields.take(key).map(|raw| text(name, raw)).transpose().map(Option::flatten);
     match (field("type")?.as_deref(), field("text")?) {
-        (Some("text"), Some(text)) => Ok(text),
+        (Some("text" | "input_text" | "output_text"), Some(text)) => Ok(text),
+        (Some("refusal"), _) => field("refusal")?.ok_or_else(|| wrong_type(name, wanted, raw)),
         (Some("text"), None) => Err(ApiError::value(name, format!("{name}: a text part without 'text'"))),
         (Some(other), _) => {
             let kind: String = other.chars().take(32).collect();
@@ -289,3 +346,7 @@ fn text_part(name: &str, wanted: &str, raw: &RawValue) -> Result<String, ApiErro
         (None, _) => Err(ApiError::value(name, format!("{name}: a part without 'type'"))),
     }
 }
+
+#[cfg(test)]
+#[path = "chat_tests.rs"]
+mod tests;

@@ -62,6 +62,8 @@ pub(crate) fn plan(
         max_tokens_default: Some(MAX_TOKENS),
         logprobs,
         tools: None,
+        past_calls: 0,
+        refused: None,
         parameters,
         warning,
         keeps_kv,

@@ -44,16 +44,7 @@ impl AnswerForm {
                 found
                     .extend(inner.take(name).map(|raw| constraint(&field, name, raw)).transpose()?.flatten());
             }
-            let names: Vec<String> = inner.unread().map(str::to_owned).collect();
-            for name in names {
-                let raw = inner.take(&name);
-                let has_effect = |raw: &RawValue| fields::value(&name, raw).map(|v| !asks_for_nothing(&v));
-                if raw.map(has_effect).transpose()?.unwrap_or(false) {
-                    let name: String = name.chars().take(64).collect();
-                    let field = format!("structured_outputs.{name}");
-                    return Err(ApiError::unsupported(&field, "it is not implemented"));
-                }
-            }
+            refuse_effects("structured_outputs", inner)?;
         }
         for (field, name) in GUIDED {
             found.extend(fields.take(field).map(|raw| constraint(field, name, raw)).transpose()?.flatten());
@@ -93,9 +84,18 @@ fn response_format(fields: &mut Fields<'_>) -> Result<Option<AnswerForm>, ApiErr
     let Some(mut inner) = fields.fields(FIELD)? else { return Ok(None) };
     let grammar = match inner.string("type")?.as_deref() {
         Some("text") => return Ok(None),
-        Some("json_object") => any_object(),
+        Some("json_object") => match inner.take("schema") {
+            Some(schema) => Grammar::JsonSchema(schema.get().into()),
+            None => any_object(),
+        },
         Some("json_schema") => {
-            let schema = inner.fields("json_schema")?.and_then(|mut inner| inner.take("schema"));
+            let mut nested = inner.fields("json_schema")?.unwrap_or_default();
+            let schema = nested.take("schema").or_else(|| inner.take("schema"));
+            for known in ["name", "description", "strict"] {
+                nested.take(known);
+                inner.take(known);
+            }
+            refuse_effects("response_format.json_schema", nested)?;
             let Some(schema) = schema else {
                 let message = "'response_format.json_schema.schema' is missing";
                 return Err(ApiError::field(
@@ -117,7 +117,22 @@ fn response_format(fields: &mut Fields<'_>) -> Result<Option<AnswerForm>, ApiErr
             return Err(ApiError::field("response_format.type", "missing_parameter", message));
         }
     };
+    refuse_effects(FIELD, inner)?;
     Ok(Some(AnswerForm::new(FIELD, grammar)))
+}
+
+/// Refuses what of an object was not read and would change the answer.
+fn refuse_effects(within: &str, mut inner: Fields<'_>) -> Result<(), ApiError> {
+    let names: Vec<String> = inner.unread().map(str::to_owned).collect();
+    for name in names {
+        let raw = inner.take(&name);
+        let has_effect = |raw: &RawValue| fields::value(&name, raw).map(|value| !asks_for_nothing(&value));
+        if raw.map(has_effect).transpose()?.unwrap_or(false) {
+            let name: String = name.chars().take(64).collect();
+            return Err(ApiError::unsupported(&format!("{within}.{name}"), "it is not implemented"));
+        }
+    }
+    Ok(())
 }
 
 fn any_object() -> Grammar {
@@ -150,7 +165,7 @@ fn constraint(field: &str, kind: &str, raw: &RawValue) -> Result<Option<AnswerFo
             };
             each(raw, take).ok_or_else(|| wrong_type(field, "an array of strings", raw))??;
             if texts.is_empty() {
-                return Ok(None);
+                return Err(ApiError::value(field, format!("'{field}' holds no text to choose")));
             }
             Grammar::one_of(texts.iter().map(String::as_str))
         }
@@ -178,6 +193,8 @@ mod tests {
         let cases = [
             (json!({"response_format": {"type": "json_object"}}), object.clone()),
             (json!({"guided_json_object": true}), object),
+            (json!({"response_format": {"type": "json_object", "schema": schema}}), of_schema.clone()),
+            (json!({"response_format": {"type": "json_schema", "schema": schema}}), of_schema.clone()),
             (
                 json!({"response_format": {"type": "json_schema", "json_schema":
                     {"name": "x", "strict": true, "schema": schema}}}),
@@ -195,7 +212,7 @@ mod tests {
         }
         for body in [
             json!({"response_format": {"type": "text"}}),
-            json!({"response_format": null, "guided_choice": [], "guided_regex": ""}),
+            json!({"response_format": null, "guided_choice": null, "guided_regex": ""}),
             json!({"structured_outputs": {"json_object": false, "disable_any_whitespace": false}}),
         ] {
             assert_eq!(parse(&body).unwrap(), None, "{body}");
@@ -211,6 +228,8 @@ mod tests {
             (json!({"response_format": 1}), "response_format"),
             (json!({"response_format": {"type": "json_schema"}}), "response_format.json_schema.schema"),
             (json!({"guided_choice": [1]}), "guided_choice"),
+            (json!({"structured_outputs": {"choice": []}}), "structured_outputs.choice"),
+            (json!({"response_format": {"type": "json_object", "pattern": "a+"}}), "response_format.pattern"),
             (json!({"guided_regex": 1}), "guided_regex"),
             (
                 json!({"structured_outputs": {"whitespace_pattern": "x"}}),

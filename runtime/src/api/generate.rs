@@ -15,7 +15,7 @@ use super::tally::Tally;
 use super::tools::Tools;
 use super::{Api, Seat, ServedModel};
 use crate::budget::{BudgetError, HeldBytes};
-use crate::model::ToolStyle;
+use crate::model::{CallIds, ToolStyle};
 use crate::request::{AnswerBacklog, FREE_BYTES, GenerateRequest, Hints};
 use crate::trace::RequestTrace;
 use mixfleet_hal::cast::{to_u32, to_u64};
@@ -32,6 +32,10 @@ pub(crate) struct Plan {
     pub(crate) logprobs: Option<u32>,
     /// Tools that may be called, and how the model does that.
     pub(crate) tools: Option<(Tools, ToolStyle)>,
+    /// Number of calls in the conversation so far.
+    pub(crate) past_calls: usize,
+    /// Why nothing is generated, though the prompt can be made.
+    pub(crate) refused: Option<ApiError>,
     pub(crate) parameters: Parameters,
     /// What the client is told of fields that nobody knows.
     pub(crate) warning: Option<HeaderValue>,
@@ -45,10 +49,13 @@ pub(crate) struct Plan {
 pub(crate) async fn respond(
     api: &Api,
     model: Arc<ServedModel>,
-    plan: Plan,
+    mut plan: Plan,
     (seat, held): (Seat, HeldBytes),
     (arrived_s, trace): (f64, Option<RequestTrace>),
 ) -> Result<Response, ApiError> {
+    if let Some(refused) = plan.refused.take() {
+        return Err(refused);
+    }
     let id = format!("{}{}", plan.endpoint.id_prefix(), api.random_id());
     let head = Head {
         endpoint: plan.endpoint,
@@ -56,6 +63,8 @@ pub(crate) async fn respond(
         created: to_u64(api.env.unix_time().0),
         model: model.name.clone(),
         tier: plan.parameters.asked.tier,
+        call_ids: plan.tools.as_ref().map_or_else(CallIds::default, |(_, style)| style.ids()),
+        past_calls: plan.past_calls,
         handed_over: plan.hand_over(&model)?,
     };
     let (stream, warning) = (plan.parameters.stream, plan.warning.clone());
@@ -201,7 +210,10 @@ async fn submit(
     let lengths = || plan.prompts.iter().map(|prompt| to_u32(prompt.len()));
     tally.accepted(lengths(), receivers.len());
     let choice = |updates| {
-        let decoder = model.text.decoder();
+        let decoder = match &plan.tools {
+            Some((_, style)) => model.text.decoder_showing(style.shown()),
+            None => model.text.decoder(),
+        };
         let tools = plan.tools.as_ref().map(|(tools, style)| tools.reader(*style));
         let (stops, with_logprobs) = (parameters.stops.clone(), plan.logprobs.is_some());
         (Choice::new(decoder, stops, tools, end_ids.clone(), with_logprobs), updates)

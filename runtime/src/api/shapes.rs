@@ -7,6 +7,7 @@ use super::answer::{Delta, TokenLogprobs, Usage};
 use super::logprobs::{ChatLogprobs, TextLogprobs};
 use super::text::TextModel;
 use super::tools::ToolCall;
+use crate::model::CallIds;
 use crate::request::{FinishReason, ServiceTier};
 
 /// One of the two generation endpoints.
@@ -46,6 +47,10 @@ pub(crate) struct Head {
     pub(crate) model: String,
     /// The tier that the request is served as; only where the client asked.
     pub(crate) tier: Option<ServiceTier>,
+    /// What ids of calls the model's template takes.
+    pub(crate) call_ids: CallIds,
+    /// Number of calls in the conversation before.
+    pub(crate) past_calls: usize,
     /// Where another engine finds the KV of the prompt; only where the client asked.
     pub(crate) handed_over: Option<Value>,
 }
@@ -136,14 +141,33 @@ impl Head {
 
     /// The calls of a choice behind the first `before` ones.
     fn calls<'a>(&self, choice: usize, calls: &'a [ToolCall], before: usize) -> Vec<CallBody<'a>> {
-        let of_response = self.id.trim_start_matches(Endpoint::Chat.id_prefix());
         let bodies = (before..).zip(calls).map(|(index, call)| CallBody {
             index,
-            id: format!("call_{of_response}_{choice}_{index}"),
+            id: self.call_id(choice, index, &call.name),
             kind: "function",
             function: call,
         });
         bodies.collect()
+    }
+
+    /// The id of a call, which the model's template takes in later turns.
+    fn call_id(&self, choice: usize, index: usize, name: &str) -> String {
+        let of_response = self.id.trim_start_matches(Endpoint::Chat.id_prefix());
+        let whole = format!("call_{of_response}_{choice}_{index}");
+        match self.call_ids {
+            CallIds::Any => whole,
+            CallIds::Kimi => format!("functions.{name}:{}", self.past_calls + index),
+            CallIds::Nine => {
+                const LETTERS: &[u8; 62] = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
+                let mut hash = twox_hash::XxHash3_64::oneshot(whole.as_bytes());
+                let mut letter = || {
+                    let letter = LETTERS[(hash % 62) as usize];
+                    hash /= 62;
+                    char::from(letter)
+                };
+                (0..9).map(|_| letter()).collect()
+            }
+        }
     }
 
     /// The chunk that closes a choice.

@@ -127,6 +127,11 @@ pub trait TextModel: Send + Sync {
     /// A decoder for one answer. It skips special tokens.
     fn decoder(&self) -> Box<dyn TextDecoder>;
 
+    /// A decoder for one answer that shows special tokens of these names, and skips all others.
+    fn decoder_showing(&self, _marks: Vec<&'static str>) -> Box<dyn TextDecoder> {
+        self.decoder()
+    }
+
     /// Compiles a grammar, unless it is compiled already. It blocks meanwhile.
     ///
     /// # Errors

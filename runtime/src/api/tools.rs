@@ -1,13 +1,16 @@
 //! Tools that a model may call: what of a request concerns them, and the calls in what the model writes.
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
 use super::errors::ApiError;
 use super::fields::{Fields, wrong_type};
-use super::stop::overlap;
-use crate::grammar::Grammar;
+use super::tool_bodies::Function;
+use super::tool_grammar;
+use super::tool_reader::ToolReader;
+use super::tool_schema::of_objects;
+use crate::grammar::{Grammar, without_annotations};
 use crate::model::ToolStyle;
 
 /// Maximum number of tools; OpenAI's.
@@ -17,9 +20,8 @@ const TOOLS_MAX: usize = 128;
 const TOOLS_BYTES_MAX: usize = 1 << 20;
 /// Maximum length of a tool's name; OpenAI's.
 const NAME_BYTES_MAX: usize = 64;
-
-const CALL: &str = "<tool_call>";
-const CALL_END: &str = "</tool_call>";
+/// Maximum number of places at which arguments that were cut are tried to be closed.
+const ENDS_MAX: usize = 16;
 
 /// Whether tools must be called.
 #[derive(Clone, Debug, PartialEq)]
@@ -38,7 +40,7 @@ pub(crate) struct Tools {
     /// The client's array, for the template.
     pub(crate) given: Value,
     /// Each function's name and the JSON schema of its arguments.
-    functions: Vec<(String, Value)>,
+    functions: Vec<Function>,
     choice: ToolChoice,
     /// Whether an answer may have several calls.
     parallel: bool,
@@ -83,47 +85,21 @@ impl Tools {
     }
 
     /// What an answer must be so that it calls what it must; none if it need not call anything.
-    pub(crate) fn grammar(&self, style: ToolStyle) -> Option<Grammar> {
+    /// `is_special` says whether a mark is a token of its own.
+    pub(crate) fn grammar(&self, style: ToolStyle, is_special: &dyn Fn(&str) -> bool) -> Option<Grammar> {
         let named = |name: &str| matches!(&self.choice, ToolChoice::Named(wanted) if wanted == name);
         let may = |name: &str| self.choice == ToolChoice::Required || named(name);
-        let called: Vec<_> = self.functions.iter().filter(|(name, _)| may(name)).collect();
+        let called: Vec<&Function> = self.functions.iter().filter(|(name, _)| may(name)).collect();
         if called.is_empty() {
             return None;
         }
-        let arguments = style.arguments();
-        let call = |(name, schema): &&(String, Value)| {
-            json!({"type": "object", "properties": {"name": {"const": name}, arguments: schema},
-                "required": ["name", arguments], "additionalProperties": false})
-        };
-        let names: Vec<String> = (0..called.len()).map(|at| format!("call_{at}")).collect();
-        let rules: String =
-            called.iter().zip(&names).map(|(tool, name)| format!("{name}: %json {}\n", call(tool))).collect();
-        let any = names.join(" | ");
         let several = self.parallel && self.choice == ToolChoice::Required;
-        let start = match (style, several) {
-            (ToolStyle::Tagged, true) => "call (\"\\n\" call)*",
-            (ToolStyle::Bare { .. }, true) => "call (\";\" call)*",
-            (_, false) => "call",
-        };
-        let call = match style {
-            ToolStyle::Tagged => format!("\"{CALL}\\n\" any \"\\n{CALL_END}\""),
-            ToolStyle::Bare { .. } => "any".into(),
-        };
-        Some(Grammar::Lark(format!("start: {start}\ncall: {call}\nany: {any}\n{rules}").into()))
+        Some(Grammar::Lark(tool_grammar::calls(style, &called, several, is_special).into()))
     }
 
     /// Reads the calls of one answer.
     pub(crate) fn reader(&self, style: ToolStyle) -> ToolReader {
-        let known = self.functions.iter().map(|(name, _)| name.clone()).collect();
-        ToolReader {
-            style,
-            known,
-            parallel: self.parallel,
-            held: String::new(),
-            blank: String::new(),
-            calls: 0,
-            any_text: false,
-        }
+        ToolReader::new(style, self.functions.clone(), self.parallel)
     }
 }
 
@@ -161,7 +137,8 @@ fn function(at: usize, tool: &Value) -> Result<(String, Value), ApiError> {
         schema @ Value::Object(_) => schema.clone(),
         _ => return Err(wrong("has 'function.parameters' that are no JSON schema")),
     };
-    Ok((name.to_owned(), schema))
+    let schema = of_objects(&schema).ok_or_else(|| wrong("has 'function.parameters' that no object fits"))?;
+    Ok((name.to_owned(), without_annotations(schema)))
 }
 
 /// Reads the calls of an earlier message, for the template: their arguments, JSON in a string, as JSON.
@@ -185,12 +162,59 @@ pub(super) fn past_calls(name: &str, raw: &RawValue, bytes: &mut usize) -> Resul
             return Err(wrong("a call has no 'function.name', a string".into()));
         }
         let arguments = &mut call["function"]["arguments"];
-        if let Some(text) = arguments.as_str() {
-            let read = serde_json::from_str(text);
-            *arguments = read.map_err(|error| wrong(format!("arguments are not JSON: {error}")))?;
-        }
+        *arguments = past_arguments(arguments.take());
     }
     Ok(calls)
+}
+
+/// The arguments of a past call as a template sees them: those of an answer that was cut are completed,
+/// and none are an empty object.
+fn past_arguments(given: Value) -> Value {
+    let empty = || Value::Object(serde_json::Map::new());
+    match given {
+        Value::Null => empty(),
+        Value::String(text) if text.trim().is_empty() => empty(),
+        Value::String(text) => match serde_json::from_str(&text) {
+            Ok(Value::Null) => empty(),
+            Ok(arguments) => arguments,
+            Err(_) => completed(&text).unwrap_or_else(empty),
+        },
+        arguments => arguments,
+    }
+}
+
+/// An object whose text was cut, with what is whole of it.
+fn completed(text: &str) -> Option<Value> {
+    let (mut open, mut in_text, mut escaped) = (Vec::new(), false, false);
+    // where the text could be closed, and what would close it
+    let mut ends: Vec<(usize, String)> = Vec::new();
+    let closing = |open: &[char]| open.iter().rev().collect::<String>();
+    for (at, letter) in text.char_indices() {
+        match letter {
+            _ if escaped => escaped = false,
+            '\\' if in_text => escaped = true,
+            '"' => in_text = !in_text,
+            _ if in_text => {}
+            '{' => open.push('}'),
+            '[' => open.push(']'),
+            '}' | ']' => drop(open.pop()),
+            ',' => ends.push((at, closing(&open))),
+            _ => {}
+        }
+        if ends.len() > ENDS_MAX {
+            ends.remove(0);
+        }
+        if matches!(letter, '{' | '[') && !in_text {
+            ends.push((at + 1, closing(&open)));
+        }
+    }
+    let whole = text.trim_end_matches(if escaped { '\\' } else { '\0' });
+    ends.push((whole.len(), format!("{}{}", if in_text { "\"" } else { "" }, closing(&open))));
+    let closed = |(end, closing): &(usize, String)| {
+        let value = serde_json::from_str::<Value>(&format!("{}{closing}", &whole[..*end])).ok()?;
+        value.is_object().then_some(value)
+    };
+    ends.iter().rev().find_map(closed)
 }
 
 /// A call of a tool, as a client gets it.
@@ -209,152 +233,6 @@ pub(crate) struct ToolPieces {
     pub(crate) calls: Vec<ToolCall>,
     /// Whether the answer ends here, since it may have no further call.
     pub(crate) ended: bool,
-}
-
-/// Finds the calls in the text of an answer. What only looks like a call stays text.
-#[derive(Debug)]
-pub(crate) struct ToolReader {
-    style: ToolStyle,
-    known: Vec<String>,
-    parallel: bool,
-    /// Text that may be a call, or the beginning of one.
-    held: String,
-    /// White space that may be followed by a call.
-    blank: String,
-    calls: usize,
-    any_text: bool,
-}
-
-impl ToolReader {
-    /// Number of calls so far.
-    pub(crate) fn calls(&self) -> usize {
-        self.calls
-    }
-
-    /// Adds the next piece of text.
-    pub(crate) fn push(&mut self, piece: &str) -> ToolPieces {
-        self.held.push_str(piece);
-        let mut pieces = ToolPieces::default();
-        match self.style {
-            ToolStyle::Tagged => self.read_tagged(&mut pieces),
-            // such an answer is all calls or all text, which its first character tells
-            ToolStyle::Bare { .. } => {
-                let begins_call =
-                    self.held.trim_start().chars().next().is_none_or(|first| "{[".contains(first));
-                if self.any_text || !begins_call {
-                    self.any_text = true;
-                    pieces.text = std::mem::take(&mut self.held);
-                }
-            }
-        }
-        pieces
-    }
-
-    fn read_tagged(&mut self, pieces: &mut ToolPieces) {
-        loop {
-            let Some(start) = self.held.find(CALL) else {
-                let held = overlap(&self.held, CALL);
-                let rest = self.held.split_off(self.held.len() - held);
-                let text = std::mem::replace(&mut self.held, rest);
-                self.add_text(&text, pieces);
-                return;
-            };
-            let Some(length) = self.held[start..].find(CALL_END) else {
-                let rest = self.held.split_off(start);
-                let text = std::mem::replace(&mut self.held, rest);
-                self.add_text(&text, pieces);
-                return;
-            };
-            let end = start + length + CALL_END.len();
-            let before = self.held[..start].to_owned();
-            self.add_text(&before, pieces);
-            let inner = &self.held[start + CALL.len()..start + length];
-            match self.call(inner) {
-                Some(call) => {
-                    self.blank.clear();
-                    self.calls += 1;
-                    pieces.calls.push(call);
-                }
-                None => {
-                    let text = self.held[start..end].to_owned();
-                    self.add_text(&text, pieces);
-                }
-            }
-            self.held.drain(..end);
-            if !self.parallel && self.calls > 0 {
-                self.held.clear();
-                pieces.ended = true;
-                return;
-            }
-        }
-    }
-
-    /// White space before and between calls is no text, which only what follows tells.
-    fn add_text(&mut self, text: &str, pieces: &mut ToolPieces) {
-        self.blank.push_str(text);
-        if !text.trim().is_empty() || self.any_text && self.calls == 0 {
-            self.any_text = true;
-            pieces.text.push_str(&std::mem::take(&mut self.blank));
-        }
-    }
-
-    /// Ends the text.
-    pub(crate) fn finish(&mut self) -> ToolPieces {
-        let held = std::mem::take(&mut self.held);
-        if let ToolStyle::Bare { .. } = self.style
-            && let Some(calls) = self.bare(&held)
-        {
-            self.calls += calls.len();
-            return ToolPieces { calls, ..ToolPieces::default() };
-        }
-        let mut pieces = ToolPieces::default();
-        self.add_text(&held, &mut pieces);
-        if self.calls == 0 {
-            pieces.text.push_str(&std::mem::take(&mut self.blank));
-        }
-        pieces
-    }
-
-    /// The calls of an answer that is nothing else: an array of them, or one behind the other.
-    fn bare(&self, text: &str) -> Option<Vec<ToolCall>> {
-        let text = text.trim();
-        if text.is_empty() {
-            return None;
-        }
-        if let Ok(several) = serde_json::from_str::<Vec<CallText<'_>>>(text) {
-            let calls = several.iter().map(|call| self.call_of(call)).collect::<Option<Vec<_>>>();
-            return calls.filter(|calls| !calls.is_empty());
-        }
-        let mut calls = Vec::new();
-        let mut rest = text;
-        while !rest.is_empty() {
-            let mut values = serde_json::Deserializer::from_str(rest).into_iter::<CallText<'_>>();
-            calls.push(self.call_of(&values.next()?.ok()?)?);
-            rest = rest[values.byte_offset()..].trim_start().trim_start_matches(';').trim_start();
-        }
-        calls.truncate(if self.parallel { calls.len() } else { 1 });
-        Some(calls)
-    }
-
-    fn call(&self, text: &str) -> Option<ToolCall> {
-        self.call_of(&serde_json::from_str(text.trim()).ok()?)
-    }
-
-    fn call_of(&self, call: &CallText<'_>) -> Option<ToolCall> {
-        let name = self.known.iter().find(|known| **known == call.name)?.clone();
-        let arguments = call.arguments.or(call.parameters).map_or("{}", RawValue::get);
-        arguments.starts_with('{').then(|| ToolCall { name, arguments: arguments.to_owned() })
-    }
-}
-
-/// A call as a model writes it. Its arguments stay as they are written.
-#[derive(Deserialize)]
-struct CallText<'a> {
-    name: String,
-    #[serde(borrow)]
-    arguments: Option<&'a RawValue>,
-    #[serde(borrow)]
-    parameters: Option<&'a RawValue>,
 }
 
 #[cfg(test)]

@@ -1,7 +1,28 @@
 use super::*;
+use crate::model::ListMarks;
 use proptest::prelude::*;
 
 const BARE: ToolStyle = ToolStyle::Bare { parameters: true };
+const STYLES: [ToolStyle; 18] = [
+    ToolStyle::Tagged,
+    BARE,
+    ToolStyle::Bare { parameters: false },
+    ToolStyle::Listed(ListMarks::Mistral),
+    ToolStyle::Listed(ListMarks::Granite),
+    ToolStyle::Listed(ListMarks::Nemotron),
+    ToolStyle::Listed(ListMarks::MiniMax),
+    ToolStyle::Named,
+    ToolStyle::Pythonic { marked: false },
+    ToolStyle::Pythonic { marked: true },
+    ToolStyle::KeysAndValues,
+    ToolStyle::FunctionTags { seed: false },
+    ToolStyle::FunctionTags { seed: true },
+    ToolStyle::Invoked,
+    ToolStyle::InvokedDsml { calls: true },
+    ToolStyle::DeepSeek { fenced: true },
+    ToolStyle::DeepSeek { fenced: false },
+    ToolStyle::Kimi,
+];
 
 fn parse(body: &Value) -> Result<Option<Tools>, ApiError> {
     let body = body.to_string();
@@ -115,19 +136,19 @@ proptest! {
 
 #[test]
 fn what_must_be_called_is_a_grammar_and_the_rest_is_not() {
-    let grammar = |further: Value, style| tools(&further).grammar(style);
+    let grammar = |further: Value, style| tools(&further).grammar(style, &|_| false);
     assert_eq!(grammar(json!({}), ToolStyle::Tagged), None);
     assert_eq!(grammar(json!({"tool_choice": "auto"}), BARE), None);
     assert_eq!(parse(&json!({"tools": [tool("a")], "tool_choice": "none"})).unwrap(), None);
     assert_eq!(parse(&json!({"tools": [], "parallel_tool_calls": true})).unwrap(), None);
     let named = json!({"tool_choice": {"type": "function", "function": {"name": "add"}}});
     let Some(Grammar::Lark(text)) = grammar(named, BARE) else { panic!("no grammar") };
-    assert!(text.contains("\"add\"") && !text.contains("\"look\"") && text.contains("parameters"), "{text}");
-    for style in [ToolStyle::Tagged, BARE, ToolStyle::Bare { parameters: false }] {
+    assert!(text.contains("add") && !text.contains("look") && text.contains("parameters"), "{text}");
+    for style in STYLES {
         let Some(Grammar::Lark(text)) = grammar(json!({"tool_choice": "required"}), style) else {
             panic!("no grammar")
         };
-        assert!(text.contains("\"add\"") && text.contains("\"look\""), "{text}");
+        assert!(text.contains("add") && text.contains("look"), "{text}");
     }
 }
 
@@ -161,8 +182,164 @@ fn calls_of_earlier_messages_are_read_for_the_template() {
     assert_eq!(read(call(json!("{\"x\": 1}"))).unwrap()[0]["function"]["arguments"], json!({"x": 1}));
     assert_eq!(read(call(json!({"x": 1}))).unwrap()[0]["function"]["arguments"], json!({"x": 1}));
     assert_eq!(read(json!([])).unwrap(), Vec::<Value>::new());
-    for wrong in [json!(1), json!([{}]), json!([{"function": {"name": 1}}]), call(json!("{"))] {
+    for wrong in [json!(1), json!([{}]), json!([{"function": {"name": 1}}])] {
         assert!(read(wrong.clone()).is_err(), "{wrong}");
+    }
+}
+
+#[test]
+fn arguments_of_past_calls_that_were_cut_or_empty_are_objects() {
+    for (given, seen) in [
+        (Value::Null, json!({})),
+        (json!(""), json!({})),
+        (json!(" \n"), json!({})),
+        (json!("null"), json!({})),
+        (json!("{"), json!({})),
+        (json!("{\"a\": \"b"), json!({"a": "b"})),
+        (json!("{\"a\": [1, {\"c\": tr"), json!({"a": [1, {}]})),
+        (json!("{\"a\": 1, \"b"), json!({"a": 1})),
+        (json!("{\"a\": \"x, {\\"), json!({"a": "x, {"})),
+        (json!("{\"z\": 1, \"a\": 2}"), json!({"z": 1, "a": 2})),
+        (json!("nonsense"), json!({})),
+        (json!({"a": 1}), json!({"a": 1})),
+    ] {
+        assert_eq!(past_arguments(given.clone()), seen, "{given}");
+    }
+}
+
+/// A call of `look` and one of `add` as a model of each style writes them.
+fn written(style: ToolStyle) -> String {
+    match style {
+        ToolStyle::Tagged => "<tool_call>\n{\"name\": \"look\", \"arguments\": {\"x\": 1}}\n</tool_call>\n<tool_call>\n{\"name\": \"add\", \"arguments\": {}}\n</tool_call>",
+        ToolStyle::Bare { parameters: true } => {
+            "<|python_tag|>{\"name\": \"look\", \"parameters\": {\"x\": 1}}; {\"name\": \"add\", \"parameters\": {}}"
+        }
+        ToolStyle::Bare { parameters: false } => "{\"name\": \"look\", \"arguments\": {\"x\": 1}}\n{\"name\": \"add\"}",
+        ToolStyle::Listed(marks) => {
+            let (open, close) = (style.marks().open, style.marks().close);
+            let list = "[{\"name\": \"look\", \"arguments\": {\"x\": 1}}, {\"name\": \"add\", \"arguments\": {}}]";
+            let lines = "\n{\"name\": \"look\", \"arguments\": {\"x\": 1}}\n{\"name\": \"add\", \"arguments\": {}}\n";
+            return format!("{open}{}{close}", if marks == ListMarks::MiniMax { lines } else { list });
+        }
+        ToolStyle::Named => "[TOOL_CALLS]look[ARGS]{\"x\": 1}[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{}",
+        ToolStyle::Pythonic { marked: false } => "[look(x=1), add()]",
+        ToolStyle::Pythonic { marked: true } => "<|tool_call_start|>[look(x=1), add()]<|tool_call_end|>",
+        ToolStyle::KeysAndValues => "<tool_call>look\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n<tool_call>add</tool_call>",
+        ToolStyle::FunctionTags { seed: false } => "<tool_call>\n<function=look>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n</function>\n</tool_call>",
+        ToolStyle::FunctionTags { seed: true } => "<seed:tool_call>\n<function=look>\n<parameter=x>1</parameter>\n</function>\n<function=add>\n</function>\n</seed:tool_call>",
+        ToolStyle::Invoked => "<minimax:tool_call>\n<invoke name=\"look\">\n<parameter name=\"x\">1</parameter>\n</invoke>\n<invoke name=\"add\">\n</invoke>\n</minimax:tool_call>",
+        ToolStyle::InvokedDsml { .. } => {
+            let (open, close) = (style.marks().open, style.marks().close);
+            return format!("{open}\n<｜DSML｜invoke name=\"look\">\n<｜DSML｜parameter name=\"x\" string=\"false\">1</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name=\"add\">\n</｜DSML｜invoke>\n{close}");
+        }
+        ToolStyle::DeepSeek { fenced: true } => "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{\"x\": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ToolStyle::DeepSeek { fenced: false } => "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{\"x\": 1}<｜tool▁call▁end｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ToolStyle::Kimi => "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{\"x\": 1}<|tool_call_end|><|tool_call_begin|>functions.add:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    }
+    .to_owned()
+}
+
+#[test]
+fn calls_of_every_style_are_read_whole_and_in_pieces() {
+    let all = tools(&json!({}));
+    let one = tools(&json!({"parallel_tool_calls": false}));
+    for style in STYLES {
+        let text = written(style);
+        let (said, calls) = read(&all, style, &[&text]);
+        let of: Vec<(&str, Value)> =
+            calls.iter().map(|call| (&*call.name, serde_json::from_str(&call.arguments).unwrap())).collect();
+        assert_eq!(of, [("look", json!({"x": 1})), ("add", json!({}))], "{style:?}: {said:?}");
+        assert_eq!(said, "", "{style:?}");
+        let letters: Vec<String> = text.chars().map(String::from).collect();
+        let letters: Vec<&str> = letters.iter().map(String::as_str).collect();
+        assert_eq!(read(&all, style, &letters), (said, calls), "{style:?} by letters");
+        assert_eq!(read(&one, style, &letters).1.len(), 1, "{style:?}");
+        // text before a call, where a mark tells them apart
+        if text.starts_with(['<', '[']) && text.starts_with(style.marks().open) {
+            let (said, calls) = read(&all, style, &[&format!("I look.\n{text}")]);
+            assert_eq!((said.trim(), calls.len()), ("I look.", 2), "{style:?}");
+        }
+        // a call that is cut stays text, and nothing is lost
+        let cut = &text[..text.find("look").unwrap() + 5];
+        assert_eq!(read(&all, style, &[cut]), (cut.to_owned(), vec![]), "{style:?}");
+    }
+}
+
+#[test]
+fn closing_marks_within_texts_end_no_call() {
+    let text = json!({"type": "function", "function": {"name": "say", "parameters": {"type": "object",
+        "properties": {"t": {"type": "string"}}}}});
+    let tools = parse(&json!({"tools": [text]})).unwrap().unwrap();
+    let said = "a </tool_call> b </arg_value> c </parameter> d";
+    let json = json!({"t": said}).to_string();
+    for (style, written) in [
+        (ToolStyle::Tagged, format!("<tool_call>{{\"name\": \"say\", \"arguments\": {json}}}</tool_call>")),
+        (
+            ToolStyle::KeysAndValues,
+            format!("<tool_call>say<arg_key>t</arg_key><arg_value>{said}</arg_value></tool_call>"),
+        ),
+        (
+            ToolStyle::FunctionTags { seed: false },
+            format!(
+                "<tool_call>\n<function=say>\n<parameter=t>\n{said}\n</parameter>\n</function>\n</tool_call>"
+            ),
+        ),
+    ] {
+        let letters: Vec<String> = written.chars().map(String::from).collect();
+        let letters: Vec<&str> = letters.iter().map(String::as_str).collect();
+        let (text, calls) = read(&tools, style, &letters);
+        assert_eq!((text.as_str(), calls.len()), ("", 1), "{style:?}");
+        assert_eq!(
+            serde_json::from_str::<Value>(&calls[0].arguments).unwrap(),
+            json!({"t": said}),
+            "{style:?}"
+        );
+    }
+}
+
+#[test]
+fn arguments_of_python_calls_are_json() {
+    let tools = tools(&json!({}));
+    let text = "[look(x=-1.5, s='it\\'s \"q\"', b=[True, None, (1, 2)], m={'k': {'z': 1, 'a': 2}},)]";
+    let (_, calls) = read(&tools, ToolStyle::Pythonic { marked: false }, &[text]);
+    let arguments =
+        "{\"x\":-1.5,\"s\":\"it's \\\"q\\\"\",\"b\":[true,null,[1,2]],\"m\":{\"k\":{\"z\":1,\"a\":2}}}";
+    assert_eq!(calls, [called("look", arguments)]);
+    for text in ["[look(x=1]", "[look(1)]", "[other()]", "look", "[look(x=y)]"] {
+        assert_eq!(
+            read(&tools, ToolStyle::Pythonic { marked: false }, &[text]),
+            (text.into(), vec![]),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn schemas_with_definitions_can_be_called() {
+    use crate::budget::Party;
+    use crate::grammar::{GrammarClient, Grammars};
+    let tokenizer = crate::model::builtin::tokenizer().unwrap();
+    let vocab = u32::try_from(tokenizer.vocab()).unwrap();
+    let grammars = Grammars::new(tokenizer, vocab, None);
+    let client = GrammarClient { party: &Party::Tenant("a".into()), stopped: &|| false };
+    for parameters in [
+        json!({"properties": {"a": {"$ref": "#/$defs/A"}}, "required": ["a"], "$defs": {"A": {"enum": ["q", 1]}}}),
+        json!({"type": "object", "properties": {"a": {"$ref": "#/definitions/A"}}, "definitions": {"A": {"type": "object",
+            "properties": {"more": {"$ref": "#/definitions/A"}}}}}),
+        json!({"type": "object", "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}}}),
+        json!({"type": "object", "properties": {"when": {"type": "string", "format": "calendar-week"}}}),
+        json!({}),
+        Value::Null,
+    ] {
+        let tool = json!({"type": "function", "function": {"name": "f", "parameters": parameters}});
+        for choice in [json!("required"), json!({"type": "function", "function": {"name": "f"}})] {
+            let tools = parse(&json!({"tools": [tool], "tool_choice": choice})).unwrap().unwrap();
+            for style in STYLES {
+                let grammar = tools.grammar(style, &|_| false).unwrap();
+                let begun = grammars.begin(&grammar, &[1].into(), client);
+                assert!(begun.is_ok(), "{style:?}, {parameters}: {:?}\n{}", begun.err(), grammar.text());
+            }
+        }
     }
 }
 
@@ -176,13 +353,13 @@ fn whatever_a_grammar_of_calls_lets_through_is_calls() {
     let vocab = u32::try_from(tokenizer.vocab()).unwrap();
     let grammars = Grammars::new(tokenizer.clone(), vocab, None);
     let client = GrammarClient { party: &Party::Tenant("a".into()), stopped: &|| false };
-    for style in [ToolStyle::Tagged, BARE, ToolStyle::Bare { parameters: false }] {
+    for style in STYLES {
         for further in [
             json!({"tool_choice": "required"}),
             json!({"tool_choice": "required", "parallel_tool_calls": false}),
         ] {
             let tools = tools(&further);
-            let grammar = tools.grammar(style).unwrap();
+            let grammar = tools.grammar(style, &|_| false).unwrap();
             let mut ended = 0;
             for seed in 0..10 {
                 let mut run = grammars.begin(&grammar, &[END].into(), client).unwrap();

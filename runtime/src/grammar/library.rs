@@ -5,6 +5,7 @@ use llguidance::api::{ParserLimits, StopReason, TopLevelGrammar};
 use llguidance::panic_utils::catch_unwind;
 use llguidance::toktrie::{ApproximateTokEnv, SimpleVob, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{ParserFactory, TokenParser};
+use serde_json::Value;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
@@ -63,12 +64,37 @@ pub(super) fn special(bytes: &[u8]) -> Vec<u8> {
 
 fn parsed(grammar: &Grammar) -> Result<TopLevelGrammar, String> {
     Ok(match grammar {
-        Grammar::JsonSchema(text) => TopLevelGrammar::from_json_schema(
-            serde_json::from_str(text).map_err(|error| format!("the schema is not JSON: {error}"))?,
-        ),
+        Grammar::JsonSchema(text) => {
+            let schema =
+                serde_json::from_str(text).map_err(|error| format!("the schema is not JSON: {error}"))?;
+            TopLevelGrammar::from_json_schema(without_annotations(schema))
+        }
         Grammar::Regex(text) => TopLevelGrammar::from_regex(text),
         Grammar::Lark(text) => TopLevelGrammar::from_lark(text.to_string()),
     })
+}
+
+/// The formats of texts that the library enforces.
+const FORMATS: [&str; 11] =
+    ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"];
+
+/// A schema without the formats that the library does not know: they are annotations, by the specification.
+pub(crate) fn without_annotations(schema: Value) -> Value {
+    match schema {
+        Value::Object(map) => {
+            let is_kept = |(key, value): &(String, Value)| {
+                key != "format" || value.as_str().is_none_or(|format| FORMATS.contains(&format))
+            };
+            let inner = |(key, value): (String, Value)| {
+                let is_data = matches!(key.as_str(), "enum" | "const" | "default" | "examples");
+                let value = if is_data { value } else { without_annotations(value) };
+                (key, value)
+            };
+            Value::Object(map.into_iter().filter(is_kept).map(inner).collect())
+        }
+        Value::Array(items) => Value::Array(items.into_iter().map(without_annotations).collect()),
+        other => other,
+    }
 }
 
 /// Messages of the library end with traces.

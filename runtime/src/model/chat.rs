@@ -4,12 +4,15 @@
 use super::error::{Error, Result};
 use super::fields::{Fields, read_object_if_present};
 use super::gguf::{self, GgufFile, is_gguf};
+use super::jinja;
 use super::strftime::strftime;
 use super::template_limits;
-use minijinja::value::{Kwargs, Serde, StringInput, ValueKind};
-use minijinja::{Environment, ErrorKind, State, Value, context};
+use super::tool_style::ToolStyle;
+use minijinja::value::{Serde, merge_maps};
+use minijinja::{Environment, ErrorKind, Value, context};
 use mixfleet_hal::files;
-use serde::{Deserialize, Serialize};
+use serde::ser::SerializeMap;
+use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value as Json};
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -32,10 +35,14 @@ const TAG_WORDS_MAX: usize = 500;
 const BRANCHES_MAX: usize = 200;
 
 const TEMPLATE_FILE: &str = "chat_template.jinja";
+/// The template of requests with tools, in a folder of further templates, or by its name in a list.
+const TOOL_TEMPLATE_FILE: &str = "additional_chat_templates/tool_use.jinja";
+const TOOL_TEMPLATE: &str = "tool_use";
+const DEFAULT_TEMPLATE: &str = "default";
 const CONFIG_FILE: &str = "tokenizer_config.json";
 
 /// One message of a chat.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(try_from = "Map<String, Json>")]
 pub struct ChatMessage {
     /// The role: `system`, `user`, `assistant`, or another one that the template knows.
@@ -44,14 +51,44 @@ pub struct ChatMessage {
     /// newlines.
     pub content: String,
     /// Further fields such as `name`, `reasoning_content` and `tool_calls`, which some templates print.
-    #[serde(flatten)]
     pub extra: Map<String, Json>,
+    /// The fields in their order, as templates see them; empty where that is role, content, and the others.
+    order: Vec<String>,
 }
 
 impl ChatMessage {
     /// A message of text.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
-        ChatMessage { role: role.into(), content: content.into(), extra: Map::new() }
+        ChatMessage { role: role.into(), content: content.into(), extra: Map::new(), order: Vec::new() }
+    }
+
+    /// The message with its fields in another order. A `content` that is not among them is left out of what
+    /// templates see, as a field that is null is; all other fields that are not among them come last.
+    #[must_use]
+    pub fn ordered(mut self, order: Vec<String>) -> Self {
+        let usual = ["role", "content"].into_iter().chain(self.extra.keys().map(String::as_str));
+        let is_usual = order.iter().map(String::as_str).eq(usual);
+        self.order = if is_usual { Vec::new() } else { order };
+        self
+    }
+}
+
+impl Serialize for ChatMessage {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        let order = self.order.iter().map(String::as_str);
+        let named: Vec<&str> = if self.order.is_empty() { vec!["role", "content"] } else { order.collect() };
+        for field in &named {
+            match *field {
+                "role" => map.serialize_entry("role", &self.role)?,
+                "content" => map.serialize_entry("content", &self.content)?,
+                field => self.extra.get(field).map_or(Ok(()), |value| map.serialize_entry(field, value))?,
+            }
+        }
+        for (field, value) in self.extra.iter().filter(|(field, _)| !named.contains(&field.as_str())) {
+            map.serialize_entry(field, value)?;
+        }
+        map.end()
     }
 }
 
@@ -59,18 +96,19 @@ impl TryFrom<Map<String, Json>> for ChatMessage {
     type Error = String;
 
     fn try_from(mut fields: Map<String, Json>) -> std::result::Result<Self, String> {
-        let role = match fields.remove("role") {
+        fields.retain(|_, value| !value.is_null()); // clients echo answers with their empty fields
+        let order: Vec<String> = fields.keys().cloned().collect();
+        let role = match fields.shift_remove("role") {
             Some(Json::String(role)) => role,
             _ => return Err("a message needs a 'role', a string".into()),
         };
-        let content = content_text(fields.remove("content").unwrap_or_default())?;
-        fields.retain(|_, value| !value.is_null()); // clients echo answers with their empty fields
+        let content = content_text(fields.shift_remove("content").unwrap_or_default())?;
         for (field, value) in &fields {
             if !(matches!(field.as_str(), "name" | "reasoning_content") && value.is_string()) {
                 return Err(format!("message field '{field}' is not supported"));
             }
         }
-        Ok(ChatMessage { role, content, extra: fields })
+        Ok(ChatMessage { role, content, extra: fields, order: Vec::new() }.ordered(order))
     }
 }
 
@@ -105,59 +143,29 @@ pub struct Conversation<'a> {
     pub now_s: u64,
 }
 
-/// How a model writes calls of tools, as its template shows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ToolStyle {
-    /// Each call between `<tool_call>` and `</tool_call>`, a JSON object with `name` and `arguments` (Hermes,
-    /// Qwen).
-    Tagged,
-    /// The whole answer is a JSON object with `name` and arguments, several separated by `;`, or an array of
-    /// such objects (Llama, Mistral).
-    Bare {
-        /// Whether arguments are called `parameters`, and not `arguments`.
-        parameters: bool,
-    },
-}
-
-impl ToolStyle {
-    /// The key of a call's arguments.
-    pub fn arguments(self) -> &'static str {
-        match self {
-            ToolStyle::Bare { parameters: true } => "parameters",
-            ToolStyle::Tagged | ToolStyle::Bare { .. } => "arguments",
-        }
-    }
-
-    /// The style of a template; none if it knows no tools.
-    fn of(source: &str) -> Option<Self> {
-        if !source.contains("tools") {
-            None
-        } else if source.contains("<tool_call>") {
-            Some(ToolStyle::Tagged)
-        } else if source.contains("[TOOL_CALLS]") {
-            Some(ToolStyle::Bare { parameters: false })
-        } else if source.contains("\"parameters\":") {
-            Some(ToolStyle::Bare { parameters: true })
-        } else {
-            None
-        }
-    }
-}
-
 /// A compiled chat template with the special tokens that it may print. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
     environment: Arc<Environment<'static>>,
-    source: Arc<str>,
-    bos_token: Option<String>,
-    eos_token: Option<String>,
+    sources: Arc<Sources>,
     tool_style: Option<ToolStyle>,
+}
+
+/// What a template is made of.
+#[derive(Clone, Debug)]
+struct Sources {
+    default: String,
+    /// The template of requests with tools, where that is another one.
+    tool_use: Option<String>,
+    /// The special tokens by their names as variables: `bos_token` and others.
+    tokens: Vec<(String, String)>,
 }
 
 impl ChatTemplate {
     /// Reads the template of a GGUF file or of a checkpoint directory: `chat_template.jinja`, or else
-    /// `chat_template` of `tokenizer_config.json` (a string, or a list of named ones, of which `default`
-    /// counts). `None` if there is neither: such a model completes text but does not chat.
+    /// `chat_template` of `tokenizer_config.json` (a string, or a list of named ones). Of several, in
+    /// such a list or in the folder `additional_chat_templates`, `tool_use` renders requests with tools
+    /// and `default` all others. `None` if there is none: such a model completes text but does not chat.
     ///
     /// # Errors
     /// When a file cannot be read, or the template is not valid Jinja.
@@ -168,14 +176,13 @@ impl ChatTemplate {
         let config_file = directory.join(CONFIG_FILE);
         let object = read_object_if_present(&config_file)?.unwrap_or_default();
         let fields = Fields::new(&config_file, &object);
-        let template_file = directory.join(TEMPLATE_FILE);
-        let source = match files::read_text(&template_file) {
-            Ok(source) => Some(source),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => named_default(&fields)?,
-            Err(error) => return Err(Error::read(&template_file, error)),
+        let (default, named) = match text_if_present(&directory.join(TEMPLATE_FILE))? {
+            Some(source) => (Some(source), None),
+            None => named_templates(&fields)?,
         };
-        let (bos, eos) = (special_token(&fields, "bos_token"), special_token(&fields, "eos_token"));
-        source.map(|source| Self::new(&source, bos, eos)).transpose()
+        let tool_use = text_if_present(&directory.join(TOOL_TEMPLATE_FILE))?.or(named);
+        let Some(default) = default else { return Ok(None) };
+        Self::of(Sources { default, tool_use, tokens: special_tokens(&object) }).map(Some)
     }
 
     /// Compiles a template.
@@ -183,28 +190,29 @@ impl ChatTemplate {
     /// # Errors
     /// When it is not valid Jinja; the error names the line.
     pub fn new(source: &str, bos_token: Option<String>, eos_token: Option<String>) -> Result<Self> {
-        let mut environment = Environment::new();
-        let syntax = minijinja::syntax::SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        environment.set_syntax(syntax.map_err(template_error)?);
-        environment.set_unknown_method_callback(template_limits::method);
-        environment.add_function("raise_exception", raise_exception);
-        environment.add_filter("tojson", to_json);
-        environment.add_filter("indent", indent);
-        environment.add_filter("join", join);
-        environment.add_filter("replace", replace);
-        environment.add_filter("format", template_limits::format);
-        check_depth(source)?;
-        template_limits::check_namespaces(source)?;
-        let tool_style = ToolStyle::of(source);
-        let compiled = without_generation_tags(source);
-        environment.add_template_owned("chat_template", compiled).map_err(template_error)?;
-        let (environment, source) = (Arc::new(environment), source.into());
-        Ok(ChatTemplate { environment, source, bos_token, eos_token, tool_style })
+        let tokens = [("bos_token", bos_token), ("eos_token", eos_token)];
+        let tokens =
+            tokens.into_iter().filter_map(|(name, token)| token.map(|token| (name.to_owned(), token)));
+        Self::of(Sources { default: source.to_owned(), tool_use: None, tokens: tokens.collect() })
     }
 
-    /// The template's source text.
-    pub(super) fn source(&self) -> &str {
-        &self.source
+    fn of(sources: Sources) -> Result<Self> {
+        let mut environment = jinja::environment().map_err(template_error)?;
+        let named = [(DEFAULT_TEMPLATE, Some(&sources.default)), (TOOL_TEMPLATE, sources.tool_use.as_ref())];
+        for (name, source) in named {
+            let Some(source) = source else { continue };
+            check_depth(source)?;
+            template_limits::check_namespaces(source)?;
+            environment.add_template_owned(name, jinja::translate(source)).map_err(template_error)?;
+        }
+        let tool_style = ToolStyle::of(sources.tool_use.as_ref().unwrap_or(&sources.default));
+        Ok(ChatTemplate { environment: Arc::new(environment), sources: Arc::new(sources), tool_style })
+    }
+
+    /// The source text of all templates.
+    pub(super) fn source(&self) -> String {
+        let Sources { default, tool_use, .. } = &*self.sources;
+        [default.as_str(), tool_use.as_deref().unwrap_or_default()].concat()
     }
 
     /// The template with its source and its special tokens changed by `change`.
@@ -212,8 +220,9 @@ impl ChatTemplate {
     /// # Errors
     /// When that is not valid Jinja.
     pub(super) fn changed(&self, change: &dyn Fn(&str) -> String) -> Result<Self> {
-        let token = |token: &Option<String>| token.as_deref().map(change);
-        Self::new(&change(&self.source), token(&self.bos_token), token(&self.eos_token))
+        let Sources { default, tool_use, tokens } = &*self.sources;
+        let tokens = tokens.iter().map(|(name, token)| (name.clone(), change(token))).collect();
+        Self::of(Sources { default: change(default), tool_use: tool_use.as_deref().map(change), tokens })
     }
 
     /// How the model calls tools; none if its template knows none.
@@ -274,19 +283,24 @@ impl ChatTemplate {
     ) -> Result<String> {
         let now_s = chat.now_s;
         let strftime_now = Value::from_function(move |format: String| -> String { strftime(&format, now_s) });
-        let token = |token: &Option<String>| token.as_ref().map_or(Value::UNDEFINED, Value::from);
+        let tools = values.arguments.get_item(&Value::from("tools")).unwrap_or_default();
+        let has_tools = !tools.is_undefined() && !tools.is_none();
+        let tokens = self.sources.tokens.iter().map(|(name, token)| (name.as_str(), token.as_str()));
+        let further = [Value::from_pairs(tokens), context! { documents => () }, values.arguments];
         let context = context! {
             messages => values.messages,
+            tools => if has_tools { tools } else { Value::from(()) },
             add_generation_prompt => chat.add_generation_prompt,
-            bos_token => token(&self.bos_token),
-            eos_token => token(&self.eos_token),
             strftime_now,
-            ..values.arguments
+            ..merge_maps(further)
         };
         let mut environment = (*self.environment).clone();
         let fuel = FUEL.saturating_add(FUEL_PER_MESSAGE.saturating_mul(chat.messages.len() as u64));
         environment.set_fuel(Some(fuel.min(FUEL_MAX)));
-        let template = environment.get_template("chat_template").map_err(template_error)?;
+        let name =
+            if has_tools && self.sources.tool_use.is_some() { TOOL_TEMPLATE } else { DEFAULT_TEMPLATE };
+        let template = environment.get_template(name).map_err(template_error)?;
+        jinja::begin();
         let mut page = Page { text: Vec::new(), left: OUTPUT_BYTES_MAX, stopped };
         // The library panics on some templates (3.0: an empty list that is read backwards).
         let render = || template.render_captured_to(context, &mut page);
@@ -355,122 +369,27 @@ fn template_error(error: minijinja::Error) -> Error {
     Error::Template(message)
 }
 
-fn raise_exception(message: String) -> std::result::Result<String, minijinja::Error> {
-    Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-}
-
-/// The library's filter, with its width limited to what fits into memory.
-fn indent(
-    text: StringInput<'_>,
-    width: Option<usize>,
-    first: Option<bool>,
-    blank: Option<bool>,
-    named: Kwargs,
-) -> std::result::Result<Value, minijinja::Error> {
-    const WIDTH_MAX: usize = 1000;
-    let asked = width.or(named.get("width")?);
-    if let Some(width) = asked.filter(|width| *width > WIDTH_MAX) {
-        let message = format!("indent: {width} is more than {WIDTH_MAX}");
-        return Err(minijinja::Error::new(ErrorKind::InvalidOperation, message));
-    }
-    minijinja::filters::indent(text, width, first, blank, named)
-}
-
-/// The library's filter, with the length of its result limited: each of a chain of them can double a text.
-fn join(
-    state: &mut State,
-    value: &Value,
-    joiner: Option<StringInput<'_>>,
-    attribute: Option<&str>,
-    named: Kwargs,
-) -> std::result::Result<Value, minijinja::Error> {
-    let between = match &joiner {
-        Some(joiner) => joiner.as_str().len(),
-        None => named.get::<Option<StringInput<'_>>>("d")?.map_or(0, |joiner| joiner.as_str().len()),
-    };
-    let text = |value: &Value| value.as_str().map_or(0, str::len);
-    // Other iterables can be read only once.
-    let items =
-        if value.kind() == ValueKind::Seq { value.try_iter()?.map(|item| text(&item)).sum() } else { 0 };
-    let count = value.as_str().map_or(value.len().unwrap_or(0), |text| text.chars().count());
-    check_length("join", items.max(text(value)).saturating_add(count.saturating_mul(between)))?;
-    minijinja::filters::join(state, value, joiner, attribute, named)
-}
-
-/// The library's filter, limited in the same way.
-fn replace(
-    state: &mut State,
-    value: StringInput<'_>,
-    from: StringInput<'_>,
-    to: StringInput<'_>,
-) -> std::result::Result<Value, minijinja::Error> {
-    let (length, to_length) = (value.as_str().len(), to.as_str().len());
-    let found = length / from.as_str().len().max(1) + 1;
-    check_length("replace", length.saturating_add(found.saturating_mul(to_length)))?;
-    minijinja::filters::replace(state, value, from, to)
-}
-
-fn check_length(filter: &str, bytes: usize) -> std::result::Result<(), minijinja::Error> {
-    if bytes <= OUTPUT_BYTES_MAX {
-        return Ok(());
-    }
-    let message = format!("{filter}: its result could exceed {OUTPUT_BYTES_MAX} bytes");
-    Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-}
-
-/// Python's `json.dumps` with `ensure_ascii=False`: unlike Jinja's own filter it escapes no HTML.
-fn to_json(value: &Value, arguments: Kwargs) -> std::result::Result<String, minijinja::Error> {
-    let indent: Option<usize> = arguments.get("indent")?;
-    let _: Option<bool> = arguments.get("ensure_ascii")?;
-    arguments.assert_all_used()?;
-    let mut text = Vec::new();
-    let written = match indent {
-        Some(width) => {
-            let indent = " ".repeat(width.min(16));
-            let formatter = serde_json::ser::PrettyFormatter::with_indent(indent.as_bytes());
-            value.serialize(&mut serde_json::Serializer::with_formatter(&mut text, formatter))
-        }
-        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut text, Spaced)),
-    };
-    let failed = |why: String| minijinja::Error::new(ErrorKind::InvalidOperation, format!("tojson: {why}"));
-    written.map_err(|e| failed(e.to_string()))?;
-    String::from_utf8(text).map_err(|e| failed(e.to_string()))
-}
-
-/// Python's default separators, `", "` and `": "`.
-struct Spaced;
-
-impl serde_json::ser::Formatter for Spaced {
-    fn begin_array_value<W: std::io::Write + ?Sized>(
-        &mut self,
-        w: &mut W,
-        first: bool,
-    ) -> std::io::Result<()> {
-        if first { Ok(()) } else { w.write_all(b", ") }
-    }
-
-    fn begin_object_key<W: std::io::Write + ?Sized>(
-        &mut self,
-        w: &mut W,
-        first: bool,
-    ) -> std::io::Result<()> {
-        if first { Ok(()) } else { w.write_all(b", ") }
-    }
-
-    fn begin_object_value<W: std::io::Write + ?Sized>(&mut self, w: &mut W) -> std::io::Result<()> {
-        w.write_all(b": ")
+/// The text of a file, if there is one.
+fn text_if_present(file: &Path) -> Result<Option<String>> {
+    match files::read_text(file) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Error::read(file, error)),
     }
 }
 
-/// The template of `tokenizer_config.json`.
-fn named_default(fields: &Fields) -> Result<Option<String>> {
+/// The templates of `tokenizer_config.json`: the default one, and the one for requests with tools.
+fn named_templates(fields: &Fields) -> Result<(Option<String>, Option<String>)> {
     match fields.get("chat_template") {
-        None => Ok(None),
-        Some(Json::String(source)) => Ok(Some(source.clone())),
+        None => Ok((None, None)),
+        Some(Json::String(source)) => Ok((Some(source.clone()), None)),
         Some(Json::Array(list)) => {
-            let default = list.iter().find(|entry| entry["name"] == "default");
-            match default.and_then(|entry| entry["template"].as_str()) {
-                Some(source) => Ok(Some(source.to_owned())),
+            let named = |name: &str| {
+                let found = list.iter().find(|entry| entry["name"] == name);
+                found.and_then(|entry| entry["template"].as_str()).map(str::to_owned)
+            };
+            match named(DEFAULT_TEMPLATE) {
+                Some(default) => Ok((Some(default), named(TOOL_TEMPLATE))),
                 None => Err(fields.error("chat_template", "has no template named 'default'")),
             }
         }
@@ -478,10 +397,11 @@ fn named_default(fields: &Fields) -> Result<Option<String>> {
     }
 }
 
-/// Reads a special token: a string, or an object with the string in `content`.
-fn special_token(fields: &Fields, field: &str) -> Option<String> {
-    let value = fields.get(field)?;
-    value.as_str().or(value["content"].as_str()).map(str::to_owned)
+/// The special tokens that `tokenizer_config.json` names: strings, or objects with the string in `content`.
+fn special_tokens(object: &Map<String, Json>) -> Vec<(String, String)> {
+    let token = |value: &Json| value.as_str().or(value["content"].as_str()).map(str::to_owned);
+    let named = object.iter().filter(|(name, _)| name.ends_with("_token"));
+    named.filter_map(|(name, value)| Some((name.clone(), token(value)?))).collect()
 }
 
 /// Limits the nesting of a template. The library's parser recurses for every operator and every `elif`,
@@ -521,27 +441,6 @@ fn tag_size(tag: &str) -> (usize, usize) {
         quote = matches!(character, '\'' | '"').then_some(character);
     }
     (tag.len(), words)
-}
-
-/// Replaces `{% generation %}`, which marks the assistant's text for training. It renders its body, and
-/// minijinja does not know it: an `if true` in its place has the same effect.
-fn without_generation_tags(source: &str) -> String {
-    let mut out = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(start) = rest.find("{%") {
-        let (before, tag) = rest.split_at(start);
-        let Some(length) = tag[2..].find("%}").map(|at| at + 4) else { break };
-        let word = tag[2..length - 2].trim_matches(['-', '+']).trim();
-        out.push_str(before);
-        match word {
-            "generation" => out.push_str(&tag[..length].replace("generation", "if true")),
-            "endgeneration" => out.push_str(&tag[..length].replace("endgeneration", "endif")),
-            _ => out.push_str(&tag[..length]),
-        }
-        rest = &tag[length..];
-    }
-    out.push_str(rest);
-    out
 }
 
 #[cfg(test)]

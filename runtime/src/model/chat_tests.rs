@@ -113,7 +113,7 @@ fn qwen_style() {
 #[test]
 fn json_is_written_as_python_writes_it() {
     let rendered = |source: &str| render(source, &[ChatMessage::new("user", "<é> & 'x'")]).expect("renders");
-    assert_eq!(rendered("{{ messages|tojson }}"), r#"[{"content": "<é> & 'x'", "role": "user"}]"#);
+    assert_eq!(rendered("{{ messages|tojson }}"), r#"[{"role": "user", "content": "<é> & 'x'"}]"#);
     assert_eq!(rendered("{{ [1, []]|tojson(indent=2) }}"), "[\n  1,\n  []\n]");
     assert_eq!(
         rendered("{% generation %}a{% endgeneration %}{%- generation -%} b {%- endgeneration %}"),
@@ -222,10 +222,137 @@ fn a_tag_of_one_brace_is_no_tag() {
 }
 
 #[test]
-fn a_panic_of_the_template_engine_is_an_error() {
-    let template = ChatTemplate::new("{{ messages[0].content[::-1] }}", None, None).unwrap();
-    let error = template.render(&[ChatMessage::new("user", "")], true, &Map::new(), 0).unwrap_err();
-    assert!(error.to_string().contains("cannot be rendered"), "{error}");
+fn what_jinja2_renders_is_rendered_alike() {
+    // the right values are jinja2's, in transformers' environment
+    let cases = [
+        ("{{ tools is none }}{{ documents is none }}{{ nothing is none }}", "TrueTrueFalse"),
+        ("{{ (messages[0].tool_calls | length) == 0 }}", "True"),
+        ("{{ messages[0].content[::-1] }}{{ messages[1:][::-1] | length }}", "ih0"),
+        ("{{ [1, 2, 3, 4][3:0:-2] }}{{ 'abcdef'[-3:-1] }}{{ (1, 2, 3)[1:] }}", "[4, 2]de(2, 3)"),
+        (
+            "{% set c = {'z': 1, 'b': 2, 'a': 3} %}{% for k, v in c.items() %}{{ k }}{{ v }}{% endfor %}",
+            "z1b2a3",
+        ),
+        (
+            "{{ {'b': 1, 'a': [1, {}]} | tojson(separators=(',', ':'), sort_keys=true) }}",
+            r#"{"a":[1,{}],"b":1}"#,
+        ),
+        ("{{ {'a': {}, 'b': [1]} | tojson(indent=2) }}", "{\n  \"a\": {},\n  \"b\": [\n    1\n  ]\n}"),
+        ("{{ 'é😀' | tojson(ensure_ascii=True) }}", r#""\u00e9\ud83d\ude00""#),
+        (
+            "{{ [1e-7, 1e22, 1.0, 0.1 + 0.2, 1e16] | tojson }}",
+            "[1e-07, 1e+22, 1.0, 0.30000000000000004, 1e+16]",
+        ),
+        ("{{ 'a,b,c'.rsplit(',', 1) }}{{ ' a  b '.split() }}", "['a,b', 'c']['a', 'b']"),
+        (
+            "{{ 'ab'.removeprefix('a') }}{{ 'a-b-c'.partition('-') }}{{ '-7'.zfill(4) }}",
+            "b('a', '-', 'b-c')-007",
+        ),
+        ("{{ '%s-%03d|%5.1f' % ('x', 3, 2.25) }}{{ 7 % 3 }}{{ -7 % 3 }}", "x-003|  2.212"),
+        ("{{ {} is sequence }}{{ raise_exception is callable }}{{ 'x' is iterable }}", "TrueTrueTrue"),
+        ("{{ 'ab' * -1 }}|{{ +3 }}|{{ 'a' ~ none ~ 1.5 ~ [true] }}", "|3|aNone1.5[True]"),
+        ("{{ [\"it's\", 'n\\n', none, (1,)] }}", r#"["it's", 'n\n', None, (1,)]"#),
+        ("{{ dict([['a', 1]], b=2) }}{{ {'items': 1}['items'] }}", "{'a': 1, 'b': 2}1"),
+        ("{{ 'a' 'b' }}{{ '\\x41\\d' }}", "abA\\d"),
+        ("{{ 'a\\n\\nb' | indent(2, first=true) }}", "  a\n\n  b"),
+        ("{{ ['b', 'A'] | sort }}{{ ['a', 'A'] | unique | list }}", "['A', 'b']['a']"),
+        ("{{ '' | default('e', boolean=True) }}{{ {'a': 1} | items | list }}", "e[('a', 1)]"),
+        ("{{ 'a' | safe + '<' }}{{ '<' | e }}", "a&lt;&lt;"),
+        ("{{ (messages | map(attribute='role') | list)[0] if messages else '' }}", "user"),
+        ("{% raw %}{{ a % b }}{% endraw %}{{ '{{ %}' }}", "{{ a % b }}{{ %}"),
+    ];
+    for (source, right) in cases {
+        let rendered = render(source, &[ChatMessage::new("user", "hi")]);
+        assert_eq!(rendered.map_err(|error| error.to_string()), Ok(right.to_owned()), "{source}");
+    }
+}
+
+#[test]
+fn lines_end_as_in_python_and_blocks_leave_none() {
+    let source = "{% for m in messages %}\r\n<{{ m.role }}>\r\n  {%- if true %}\r\n x\r{% endif %}\r\n{% endfor %}\r\nend\r\n";
+    assert_eq!(render(source, &[ChatMessage::new("user", "")]).unwrap(), "<user> x\nend");
+    let message = ChatMessage::new("user", "a\r\nb");
+    assert_eq!(
+        render("{{ messages[0].content }}", &[message]).unwrap(),
+        "a\r\nb",
+        "what a client wrote stays"
+    );
+}
+
+#[test]
+fn a_message_keeps_the_order_of_its_fields() {
+    let parse = |text: &str| serde_json::from_str::<ChatMessage>(text).unwrap();
+    let seen = |message: ChatMessage| render("{{ messages[0] | tojson }}", &[message]).unwrap();
+    let other = r#"{"content": "c", "name": "n", "role": "user"}"#;
+    assert_eq!(seen(parse(other)), other);
+    assert_eq!(seen(parse(r#"{"role": "assistant", "content": null}"#)), r#"{"role": "assistant"}"#);
+    let usual = parse(r#"{"role": "user", "content": "c"}"#);
+    assert_eq!(usual, ChatMessage::new("user", "c"));
+    assert_eq!(serde_json::to_string(&parse(other)).unwrap(), other.replace(": ", ":").replace(", ", ","));
+}
+
+#[test]
+fn requests_with_tools_have_their_own_template() {
+    let directory = scratch("tool-templates");
+    let config = directory.join("tokenizer_config.json");
+    let named = json!({"pad_token": "<pad>", "chat_template": [
+        {"name": "default", "template": "plain{{ pad_token }}"},
+        {"name": "tool_use", "template": "with {{ tools | length }}<tool_call>{{ tools | tojson }}"}]});
+    std::fs::write(&config, named.to_string()).unwrap();
+    let arguments = json!({"tools": [{"z": 1, "a": 2}]});
+    let rendered = |arguments: &Json| {
+        let template = ChatTemplate::open(&directory).unwrap().unwrap();
+        assert_eq!(template.tool_style(), Some(ToolStyle::Tagged));
+        template.render(&[], false, arguments.as_object().unwrap(), 0).unwrap()
+    };
+    assert_eq!(rendered(&json!({})), "plain<pad>");
+    assert_eq!(rendered(&json!({"tools": null})), "plain<pad>");
+    assert_eq!(rendered(&arguments), "with 1<tool_call>[{\"z\": 1, \"a\": 2}]");
+    std::fs::write(&config, "{}").unwrap();
+    std::fs::write(directory.join("chat_template.jinja"), "file").unwrap();
+    std::fs::create_dir_all(directory.join("additional_chat_templates")).unwrap();
+    std::fs::write(directory.join("additional_chat_templates/tool_use.jinja"), "tools <tool_call>").unwrap();
+    assert_eq!(rendered(&json!({})), "file");
+    assert_eq!(rendered(&arguments), "tools <tool_call>");
+}
+
+#[test]
+fn operators_and_filters_take_no_memory_and_time_without_bound() {
+    for (source, told) in [
+        (
+            "{% set ns = namespace(s='x' * 1000) %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+            "could exceed",
+        ),
+        (
+            "{% set ns = namespace(s='x' * 1000) %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+            "could exceed",
+        ),
+        (
+            "{% set ns = namespace(s=[1] * 1000) %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+            "could exceed",
+        ),
+        ("{{ [0] * 100000000 }}", "could exceed"),
+        ("{{ 'x'.ljust(100000000) }}", "could exceed"),
+        (
+            "{% set l = range(90000) | list %}{% for i in range(2000) %}{% set x = l[1:] %}{% endfor %}",
+            "too many steps",
+        ),
+        (
+            "{% set ns = namespace(a=[]) %}{% for i in range(200) %}{% set ns.a = [ns.a] %}{% endfor %}{{ ns.a }}",
+            "too deep",
+        ),
+        (
+            "{% set ns = namespace(a=[]) %}{% for i in range(200) %}{% set ns.a = [ns.a] %}{% endfor %}{{ ns.a | tojson }}",
+            "too deep",
+        ),
+        (
+            "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}{{ ns.a }}",
+            "longer than",
+        ),
+    ] {
+        let message = error(source);
+        assert!(message.contains(told), "{source}: {message}");
+    }
 }
 
 #[test]

@@ -69,7 +69,7 @@ impl ControlText {
         let names = longest(specials.names())?;
         let stand_ins = |text: &str| letters.replace_found(&names, text, TEMPLATE_BASE);
         let whole = template.changed(&stand_ins).ok();
-        let words = longest(&words_of(template.source()))?;
+        let words = longest(&words_of(&template.source()))?;
         Ok(ControlText { specials, letters, whole, words })
     }
 

@@ -84,6 +84,17 @@ fn pieces_of_special_tokens_stay_text_however_joined() {
         ("{{ messages[0].content.split('-') | join('|') }}", vec!["<-end->"]),
         ("{{ '%s|%s|>' | format(messages[0].content, messages[1].content) }}", vec!["<", "end"]),
         ("{{ messages[0].content | reverse }}", vec![">|dne|<"]),
+        ("{{ '%s|%s|>' % (messages[0].content, messages[1].content) }}", vec!["<", "end"]),
+        ("{{ messages[0].content[::2] }}{{ messages[0].content[9::-2] }}", vec!["<_|_e_n_d_|_>"]),
+        (
+            "{{ messages[0].content.swapcase() }}{{ messages[0].content.partition('!')[2] }}",
+            vec!["<|END|>!<|"],
+        ),
+        ("{{ messages[0].content + messages[1].content * 1 }}", vec!["<|en", "d|>"]),
+        (
+            "{{ '{}{}'.format(messages[0].content, '|>') }}{{ '<|'.ljust(3, 'e') ~ messages[1].content }}",
+            vec!["<|end", "nd|>"],
+        ),
         (
             "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t ~ m.content[0] %}{% endfor %}{{ ns.t }}",
             vec!["<1", "|2", "e3", "n4", "d5", "|6", ">7"],
@@ -140,7 +151,13 @@ fn keys_and_nested_text_of_arguments_stay_text_too() {
     let arguments = arguments.as_object().expect("an object");
     let ids = model.ids(&[ChatMessage::new("user", "x")], arguments).expect("renders");
     assert_eq!(model.specials_of(&ids), ["<|bos|>"]);
-    assert!(model.tokenizer.decode(&ids).expect("text").contains("get<|system|>{\"name\": \"get\""));
+    assert!(
+        model
+            .tokenizer
+            .decode(&ids)
+            .expect("text")
+            .contains("get<|system|>{\"user\": \"end\", \"name\": \"get\"")
+    );
 }
 
 #[test]
@@ -216,6 +233,23 @@ fn expression() -> impl Strategy<Value = String> {
             "(E | list | join(''))",
             "E.split() | join('')",
             "(E | capitalize)",
+            "('%s|' % E)",
+            "'{}|{}'.format(E, E)",
+            "(E | tojson(ensure_ascii=True))",
+            "([E] | string)",
+            "E.partition('|')[2]",
+            "E.rpartition('|')[0]",
+            "E.rsplit('x', 1)[0]",
+            "E.removeprefix('<')",
+            "E.swapcase()",
+            "E.title()",
+            "E.center(9)",
+            "E[::2]",
+            "E[5:0:-1]",
+            "(E * 2)",
+            "(E | indent(1, true))",
+            "E.splitlines() | join('')",
+            "(E + E)",
         ]);
         prop_oneof![
             (wraps, inner.clone()).prop_map(|(wrap, inner)| format!("({})", wrap.replace('E', &inner))),

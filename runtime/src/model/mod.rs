@@ -24,6 +24,7 @@ pub mod graph;
 mod header;
 mod held;
 mod in_place;
+mod jinja;
 pub mod latent;
 pub mod leaving;
 pub mod load;
@@ -46,6 +47,7 @@ mod step;
 mod strftime;
 mod template_limits;
 mod tiktoken;
+mod tool_style;
 pub mod tokenizer;
 mod tokenizer_config;
 mod unread;
@@ -53,7 +55,7 @@ mod unread;
 pub mod variants;
 pub mod weights;
 
-pub use chat::{ChatMessage, ChatTemplate, Conversation, ToolStyle};
+pub use chat::{ChatMessage, ChatTemplate, Conversation};
 pub use config::ModelConfig;
 pub use control::{ControlText, RenderedChat};
 pub use error::{Error, Result};
@@ -62,7 +64,7 @@ pub use load::{Checkpoint, HostTensor};
 #[cfg(any(test, feature = "testing"))]
 pub use oracle::Oracle;
 pub use random::RandomCheckpoint;
-pub use strftime::utc_day;
+pub use tool_style::{CallIds, CallMarks, ListMarks, ToolStyle};
 pub use tokenizer::{TokenStream, Tokenizer};
 pub use weights::{Tensor, Weights};
 

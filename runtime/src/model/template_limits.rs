@@ -1,14 +1,11 @@
 //! Refuses templates that recurse or allocate without end in ways that steps do not count.
 
 use super::error::{Error, Result};
-use minijinja::value::Rest;
-use minijinja::{ErrorKind, State, Value};
+use minijinja::ErrorKind;
 use std::collections::HashSet;
 
 /// Maximum digits of a width or precision in a format.
 const WIDTH_DIGITS_MAX: usize = 4;
-/// Maximum number of bytes that a text may have after a replacement or a join.
-const TEXT_BYTES_MAX: usize = 32 << 20;
 
 /// A word, string or symbol in a tag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -136,44 +133,8 @@ fn text_length(text: &str, quote: char) -> usize {
     text.len()
 }
 
-/// The library's filter, with widths limited to what fits into memory.
-pub(super) fn format(
-    state: &mut State,
-    format: &Value,
-    values: Rest<minijinja::value::ValueOrKwargs>,
-) -> std::result::Result<Value, minijinja::Error> {
-    check_widths(format)?;
-    minijinja::filters::format(state, format, values)
-}
-
-/// The methods of Python's types, with the lengths of their results limited.
-pub(super) fn method(
-    state: &mut State,
-    value: &Value,
-    method: &str,
-    arguments: &[Value],
-) -> std::result::Result<Value, minijinja::Error> {
-    let length = |at: usize| arguments.get(at).and_then(Value::as_str).map_or(0, str::len);
-    if let Some(text) = value.as_str() {
-        match method {
-            "format" => check_widths(value)?,
-            "replace" => {
-                let found = text.len() / length(0).max(1) + 1;
-                check_length("replace", text.len().saturating_add(found.saturating_mul(length(1))))?;
-            }
-            "join" => {
-                let items = arguments.first().and_then(Value::len).unwrap_or(0);
-                check_length("join", items.saturating_mul(text.len()))?;
-            }
-            _ => {}
-        }
-    }
-    minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments)
-}
-
 /// Refuses a format with a width or precision that takes much memory, or that comes from a value.
-fn check_widths(format: &Value) -> std::result::Result<(), minijinja::Error> {
-    let text = format.as_str().unwrap_or_default();
+pub(super) fn check_widths(text: &str) -> std::result::Result<(), minijinja::Error> {
     let digits = text.split(|letter: char| !letter.is_ascii_digit()).map(str::len).max().unwrap_or(0);
     let is_taken = text.contains('*') && text.contains('%') || text.contains(":{");
     match digits > WIDTH_DIGITS_MAX || is_taken {
@@ -182,16 +143,6 @@ fn check_widths(format: &Value) -> std::result::Result<(), minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         }
         false => Ok(()),
-    }
-}
-
-fn check_length(method: &str, bytes: usize) -> std::result::Result<(), minijinja::Error> {
-    match bytes <= TEXT_BYTES_MAX {
-        true => Ok(()),
-        false => {
-            let message = format!("{method}: its result could exceed {TEXT_BYTES_MAX} bytes");
-            Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-        }
     }
 }
 

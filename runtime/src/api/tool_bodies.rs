@@ -1,0 +1,409 @@
+//! The calls between the marks of each style.
+
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use serde_json::{Map, Value};
+
+use super::tool_schema::typed;
+use super::tools::ToolCall;
+use crate::model::ToolStyle;
+
+/// Maximum nesting of a Python value.
+const DEPTH_MAX: usize = 64;
+
+/// What a text between marks is.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Body {
+    Calls(Vec<ToolCall>),
+    /// The beginning of calls.
+    Incomplete,
+    /// Nothing that is called.
+    Other,
+}
+
+impl Body {
+    fn of(calls: Option<Vec<ToolCall>>) -> Self {
+        calls.filter(|calls| !calls.is_empty()).map_or(Body::Other, Body::Calls)
+    }
+}
+
+/// A function that may be called: its name, and the JSON schema of its arguments.
+pub(super) type Function = (String, Value);
+
+/// Reads the calls of functions in `text`.
+pub(super) fn read(style: ToolStyle, text: &str, functions: &[Function]) -> Body {
+    match style {
+        ToolStyle::Tagged | ToolStyle::Bare { .. } | ToolStyle::Listed(_) => json_calls(text, functions),
+        ToolStyle::Named => named_calls(text, functions),
+        ToolStyle::Pythonic { .. } => Body::of(PythonText { text, at: 0 }.calls(functions)),
+        ToolStyle::KeysAndValues => keys_and_values(text, functions),
+        ToolStyle::FunctionTags { .. } => {
+            let tags = Tags { begin: "<function=", name_end: ">", end: "</function>" };
+            let inner = Tags { begin: "<parameter=", name_end: ">", end: "</parameter>" };
+            tagged(text, functions, &tags, &inner)
+        }
+        ToolStyle::Invoked => {
+            let tags = Tags { begin: "<invoke name=\"", name_end: "\">", end: "</invoke>" };
+            let inner = Tags { begin: "<parameter name=\"", name_end: "\">", end: "</parameter>" };
+            tagged(text, functions, &tags, &inner)
+        }
+        ToolStyle::InvokedDsml { .. } => {
+            let tags =
+                Tags { begin: "<｜DSML｜invoke name=\"", name_end: "\">", end: "</｜DSML｜invoke>" };
+            let inner =
+                Tags { begin: "<｜DSML｜parameter name=\"", name_end: ">", end: "</｜DSML｜parameter>" };
+            tagged(text, functions, &tags, &inner)
+        }
+        ToolStyle::DeepSeek { fenced } => deep_seek(text, fenced, functions),
+        ToolStyle::Kimi => {
+            let Some((id, arguments)) = text.split_once("<|tool_call_argument_begin|>") else {
+                return Body::Incomplete;
+            };
+            let id = id.trim();
+            let name = id.rsplit_once(':').map_or(id, |(name, _)| name);
+            object_call(name.strip_prefix("functions.").unwrap_or(name), arguments, functions)
+        }
+    }
+}
+
+fn known<'a>(name: &str, functions: &'a [Function]) -> Option<&'a Function> {
+    functions.iter().find(|(known, _)| known == name)
+}
+
+/// A call as a model writes it. Its arguments stay as they are written.
+#[derive(Deserialize)]
+struct CallText<'a> {
+    name: String,
+    #[serde(borrow)]
+    arguments: Option<&'a RawValue>,
+    #[serde(borrow)]
+    parameters: Option<&'a RawValue>,
+}
+
+/// One or more JSON objects with a name and arguments, or arrays of them.
+fn json_calls(text: &str, functions: &[Function]) -> Body {
+    let mut rest = text.trim_start();
+    let mut calls = Vec::new();
+    while !rest.is_empty() {
+        let mut values = serde_json::Deserializer::from_str(rest).into_iter::<&RawValue>();
+        let value = match values.next() {
+            Some(Ok(value)) => value,
+            Some(Err(error)) if error.is_eof() => return Body::Incomplete,
+            _ => return Body::Other,
+        };
+        let several = match value.get().starts_with('[') {
+            true => serde_json::from_str::<Vec<CallText<'_>>>(value.get()),
+            false => serde_json::from_str::<CallText<'_>>(value.get()).map(|call| vec![call]),
+        };
+        let Ok(several) = several else { return Body::Other };
+        for call in several {
+            let Some(call) = json_call(&call, functions) else { return Body::Other };
+            calls.push(call);
+        }
+        rest = rest[values.byte_offset()..].trim_start();
+        rest = rest.strip_prefix([';', ',']).unwrap_or(rest).trim_start();
+    }
+    Body::of(Some(calls))
+}
+
+fn json_call(call: &CallText<'_>, functions: &[Function]) -> Option<ToolCall> {
+    let (name, _) = known(&call.name, functions)?;
+    let raw = call.arguments.or(call.parameters).map_or("{}", RawValue::get);
+    let arguments = match raw.starts_with('"') {
+        // some models write them as a text
+        true => serde_json::from_str::<String>(raw).ok().filter(|text| is_object(text))?,
+        false => raw.to_owned(),
+    };
+    arguments.starts_with('{').then(|| ToolCall { name: name.clone(), arguments })
+}
+
+fn is_object(text: &str) -> bool {
+    serde_json::from_str::<Map<String, Value>>(text).is_ok()
+}
+
+/// A call with a JSON object as its arguments.
+fn object_call(name: &str, arguments: &str, functions: &[Function]) -> Body {
+    let arguments = arguments.trim();
+    let Some((name, _)) = known(name.trim(), functions) else { return Body::Other };
+    match serde_json::from_str::<Map<String, Value>>(arguments) {
+        Ok(_) => Body::Calls(vec![ToolCall { name: name.clone(), arguments: arguments.to_owned() }]),
+        Err(error) if error.is_eof() && !arguments.is_empty() => Body::Incomplete,
+        Err(_) if arguments.is_empty() => {
+            Body::Calls(vec![ToolCall { name: name.clone(), arguments: "{}".into() }])
+        }
+        Err(_) => Body::Other,
+    }
+}
+
+/// `name[ARGS]{..}`, several with `[TOOL_CALLS]` between them.
+fn named_calls(text: &str, functions: &[Function]) -> Body {
+    if text.trim_start().starts_with('[') {
+        return json_calls(text, functions);
+    }
+    let mut calls = Vec::new();
+    for part in text.split("[TOOL_CALLS]") {
+        let Some((name, arguments)) =
+            part.split_once("[ARGS]").or_else(|| part.find('{').map(|at| part.split_at(at)))
+        else {
+            return Body::Incomplete;
+        };
+        if arguments.trim().is_empty() {
+            return Body::Incomplete;
+        }
+        let name = name.split_once("[CALL_ID]").map_or(name, |(name, _)| name);
+        match object_call(name, arguments, functions) {
+            Body::Calls(more) => calls.extend(more),
+            other => return other,
+        }
+    }
+    Body::of(Some(calls))
+}
+
+fn deep_seek(text: &str, fenced: bool, functions: &[Function]) -> Body {
+    let Some((head, rest)) = text.split_once("<｜tool▁sep｜>") else { return Body::Incomplete };
+    // the older form: function, name, arguments in a block
+    let fence = "```";
+    let Some(start) = rest.find(fence).filter(|_| fenced || head.trim() == "function") else {
+        return object_call(head, rest, functions);
+    };
+    let block = rest[start + fence.len()..].strip_prefix("json").unwrap_or(&rest[start + fence.len()..]);
+    let Some(end) = block.rfind(fence) else { return Body::Incomplete };
+    object_call(&rest[..start], &block[..end], functions)
+}
+
+/// GLM's calls: a name, then keys and values in turn.
+fn keys_and_values(text: &str, functions: &[Function]) -> Body {
+    let (name, mut rest) = text.split_at(text.find("<arg_key>").unwrap_or(text.len()));
+    let Some((name, schema)) = known(name.trim(), functions) else { return Body::Other };
+    let mut arguments = Map::new();
+    while let Some(begun) = rest.trim_start().strip_prefix("<arg_key>") {
+        let Some((key, behind)) = begun.split_once("</arg_key>") else { return Body::Incomplete };
+        let Some(behind) = behind.trim_start().strip_prefix("<arg_value>") else { return Body::Incomplete };
+        let Some(end) = end_of_value(behind, "</arg_value>", &["<arg_key>"]) else { return Body::Incomplete };
+        let key = key.trim();
+        arguments.insert(key.to_owned(), typed(schema, key, &behind[..end]));
+        rest = &behind[end + "</arg_value>".len()..];
+    }
+    match rest.trim().is_empty() {
+        true => Body::Calls(vec![ToolCall {
+            name: name.clone(),
+            arguments: Value::Object(arguments).to_string(),
+        }]),
+        false => Body::Other,
+    }
+}
+
+/// Where a value ends: at the first closing tag behind which nothing or one of `next` stands, since a
+/// value may contain the closing tag itself.
+fn end_of_value(text: &str, close: &str, next: &[&str]) -> Option<usize> {
+    let mut first = None;
+    for (at, _) in text.match_indices(close) {
+        let behind = text[at + close.len()..].trim_start();
+        if behind.is_empty() || next.iter().any(|next| behind.starts_with(next)) {
+            return Some(at);
+        }
+        first = first.or(Some(at));
+    }
+    first
+}
+
+/// The parts of a tag.
+struct Tags {
+    begin: &'static str,
+    /// What stands behind the name.
+    name_end: &'static str,
+    end: &'static str,
+}
+
+/// Functions and parameters as tags.
+fn tagged(text: &str, functions: &[Function], tags: &Tags, inner: &Tags) -> Body {
+    let (mut rest, mut calls) = (text.trim_start(), Vec::new());
+    while let Some(begun) = rest.strip_prefix(tags.begin) {
+        let Some((name, behind)) = begun.split_once(tags.name_end) else { return Body::Incomplete };
+        let Some((name, schema)) = known(name.trim_matches(['"', ' ']), functions) else {
+            return Body::Other;
+        };
+        let mut arguments = Map::new();
+        rest = behind.trim_start();
+        while let Some(begun) = rest.strip_prefix(inner.begin) {
+            let Some((key, behind)) = begun.split_once(inner.name_end) else { return Body::Incomplete };
+            let Some(end) = end_of_value(behind, inner.end, &[inner.begin, tags.end]) else {
+                return Body::Incomplete;
+            };
+            // DeepSeek says whether the value is a text
+            let (key, is_text) = match key.split_once("\" string=\"") {
+                Some((key, is_text)) => (key, Some(is_text.starts_with("true"))),
+                None => (key.trim_matches('"'), None),
+            };
+            let value = &behind[..end];
+            let value = match is_text {
+                Some(true) => Value::from(value),
+                Some(false) => serde_json::from_str(value).unwrap_or_else(|_| Value::from(value)),
+                None => {
+                    let value = value.strip_prefix('\n').unwrap_or(value);
+                    typed(schema, key, value.strip_suffix('\n').unwrap_or(value))
+                }
+            };
+            arguments.insert(key.to_owned(), value);
+            rest = behind[end + inner.end.len()..].trim_start();
+        }
+        let Some(behind) = rest.strip_prefix(tags.end) else {
+            return if rest.is_empty() || tags.end.starts_with(rest) || rest.starts_with('<') {
+                Body::Incomplete
+            } else {
+                Body::Other
+            };
+        };
+        calls.push(ToolCall { name: name.clone(), arguments: Value::Object(arguments).to_string() });
+        rest = behind.trim_start();
+    }
+    match rest.is_empty() {
+        true if calls.is_empty() => Body::Incomplete,
+        true => Body::Calls(calls),
+        false if calls.is_empty() && tags.begin.starts_with(rest) => Body::Incomplete,
+        false => Body::Other,
+    }
+}
+
+/// Calls as Python writes them.
+struct PythonText<'a> {
+    text: &'a str,
+    at: usize,
+}
+
+impl<'a> PythonText<'a> {
+    fn calls(mut self, functions: &[Function]) -> Option<Vec<ToolCall>> {
+        let mut calls = Vec::new();
+        let is_list = self.skip('[');
+        loop {
+            if is_list && self.skip(']') {
+                break;
+            }
+            calls.push(self.call(functions)?);
+            self.skip(',');
+            if !is_list && self.rest().is_empty() {
+                break;
+            }
+        }
+        self.rest().is_empty().then_some(calls)
+    }
+
+    fn rest(&mut self) -> &'a str {
+        let rest = &self.text[self.at..];
+        self.at += rest.len() - rest.trim_start().len();
+        &self.text[self.at..]
+    }
+
+    fn skip(&mut self, sign: char) -> bool {
+        let found = self.rest().starts_with(sign);
+        self.at += if found { sign.len_utf8() } else { 0 };
+        found
+    }
+
+    fn name(&mut self) -> Option<String> {
+        let is_part = |letter: char| letter.is_alphanumeric() || matches!(letter, '_' | '.' | '-');
+        let rest = self.rest();
+        let name = rest[..rest.find(|letter| !is_part(letter)).unwrap_or(rest.len())].to_owned();
+        self.at += name.len();
+        Some(name).filter(|name| !name.is_empty())
+    }
+
+    fn call(&mut self, functions: &[Function]) -> Option<ToolCall> {
+        let name = self.name()?;
+        let (name, _) = known(&name, functions)?;
+        if !self.skip('(') {
+            return None;
+        }
+        let mut arguments = Map::new();
+        while !self.skip(')') {
+            let key = self.name()?;
+            if !self.skip('=') {
+                return None;
+            }
+            arguments.insert(key, self.value(0)?);
+            if !self.skip(',') && !self.rest().starts_with(')') {
+                return None;
+            }
+        }
+        Some(ToolCall { name: name.clone(), arguments: Value::Object(arguments).to_string() })
+    }
+
+    fn value(&mut self, depth: usize) -> Option<Value> {
+        if depth > DEPTH_MAX {
+            return None;
+        }
+        match self.rest().chars().next()? {
+            '\'' | '"' => self.string().map(Value::from),
+            '[' => self.list(']', depth),
+            '(' => self.list(')', depth),
+            '{' => {
+                self.skip('{');
+                let mut map = Map::new();
+                while !self.skip('}') {
+                    let key = self.string()?;
+                    if !self.skip(':') {
+                        return None;
+                    }
+                    map.insert(key, self.value(depth + 1)?);
+                    if !self.skip(',') && !self.rest().starts_with('}') {
+                        return None;
+                    }
+                }
+                Some(Value::Object(map))
+            }
+            letter if letter.is_ascii_digit() || letter == '-' || letter == '+' => {
+                let rest = self.rest();
+                let is_part = |letter: char| letter.is_ascii_alphanumeric() || "+-._".contains(letter);
+                let number = rest[..rest.find(|letter| !is_part(letter)).unwrap_or(rest.len())].to_owned();
+                self.at += number.len();
+                serde_json::from_str(number.trim_start_matches('+')).ok()
+            }
+            _ => match self.name()?.as_str() {
+                "True" | "true" => Some(Value::Bool(true)),
+                "False" | "false" => Some(Value::Bool(false)),
+                "None" | "null" => Some(Value::Null),
+                _ => None,
+            },
+        }
+    }
+
+    fn list(&mut self, close: char, depth: usize) -> Option<Value> {
+        self.at += 1;
+        let mut items = Vec::new();
+        while !self.skip(close) {
+            items.push(self.value(depth + 1)?);
+            if !self.skip(',') && !self.rest().starts_with(close) {
+                return None;
+            }
+        }
+        Some(Value::Array(items))
+    }
+
+    fn string(&mut self) -> Option<String> {
+        let rest = self.rest();
+        let quote = rest.chars().next().filter(|quote| matches!(quote, '\'' | '"'))?;
+        let mut text = String::new();
+        let mut letters = rest.char_indices().skip(1);
+        while let Some((at, letter)) = letters.next() {
+            match letter {
+                _ if letter == quote => {
+                    self.at += at + 1;
+                    return Some(text);
+                }
+                '\\' => match letters.next()?.1 {
+                    'n' => text.push('\n'),
+                    't' => text.push('\t'),
+                    'r' => text.push('\r'),
+                    'u' => {
+                        let digits: String = letters.by_ref().take(4).map(|(_, digit)| digit).collect();
+                        text.push(char::from_u32(u32::from_str_radix(&digits, 16).ok()?)?);
+                    }
+                    letter @ ('\\' | '\'' | '"') => text.push(letter),
+                    letter => text.extend(['\\', letter]),
+                },
+                _ => text.push(letter),
+            }
+        }
+        None
+    }
+}

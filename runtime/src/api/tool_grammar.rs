@@ -1,0 +1,213 @@
+//! Grammars of answers that must call tools, in each style.
+
+use serde_json::{Value, json};
+use std::fmt::Write;
+
+use super::tool_bodies::Function;
+use super::tool_schema::arguments;
+use crate::model::ToolStyle;
+
+/// A text without the tag that would end it.
+const TEXT: &str = r"/([^<]|<[^\/])*/";
+
+/// A grammar in Lark's form of one call, or of `several`.
+pub(super) fn calls(
+    style: ToolStyle,
+    functions: &[&Function],
+    several: bool,
+    is_special: &dyn Fn(&str) -> bool,
+) -> String {
+    let writer = CallWriter { style, is_special };
+    let (before, between, after) = writer.around();
+    let mut grammar = format!("start: {before} call");
+    if several {
+        let _ = write!(grammar, " ({between} call)*");
+    }
+    let names: Vec<String> = (0..functions.len()).map(|at| format!("call_{at}")).collect();
+    let _ = write!(grammar, " {after}\ncall: {}\n", names.join(" | "));
+    for ((name, schema), rule) in functions.iter().zip(&names) {
+        grammar.push_str(&writer.call(rule, name, schema));
+    }
+    grammar
+}
+
+struct CallWriter<'a> {
+    style: ToolStyle,
+    is_special: &'a dyn Fn(&str) -> bool,
+}
+
+/// A text as Lark's form has it.
+fn literal(text: &str) -> String {
+    Value::from(text).to_string()
+}
+
+impl CallWriter<'_> {
+    /// A mark: a token of its own, or text. One whose name is no token's in this form is left out, and
+    /// readers do without it.
+    fn mark(&self, mark: &str) -> String {
+        match (self.is_special)(mark) {
+            false => literal(mark),
+            true if mark.starts_with('<') && mark.ends_with('>') => mark.to_owned(),
+            true => String::new(),
+        }
+    }
+
+    /// What stands before, between and after calls.
+    fn around(&self) -> (String, String, String) {
+        let marks = self.style.marks();
+        let list = |open: String, close: String| {
+            (format!("{open} \"[\""), "\", \"".into(), format!("\"]\" {close}"))
+        };
+        match self.style {
+            ToolStyle::Tagged | ToolStyle::KeysAndValues | ToolStyle::FunctionTags { .. } => {
+                (String::new(), "\"\\n\"".into(), String::new())
+            }
+            ToolStyle::Bare { .. } => (String::new(), "\";\"".into(), String::new()),
+            ToolStyle::Named if !self.mark(marks.open).is_empty() => {
+                (String::new(), String::new(), String::new())
+            }
+            ToolStyle::Named | ToolStyle::Listed(_) | ToolStyle::Pythonic { .. } => {
+                let close = if marks.close.is_empty() { String::new() } else { self.mark(marks.close) };
+                let open = if self.has_optional_mark() { String::new() } else { self.mark(marks.open) };
+                list(open, close)
+            }
+            ToolStyle::Invoked | ToolStyle::InvokedDsml { .. } => {
+                let (open, close) = (self.mark(marks.open), self.mark(marks.close));
+                (format!("{open} \"\\n\""), "\"\\n\"".into(), format!("\"\\n\" {close}"))
+            }
+            ToolStyle::DeepSeek { .. } | ToolStyle::Kimi => {
+                let around: Vec<String> = marks.around.iter().map(|mark| self.mark(mark)).collect();
+                let (begin, end) = (around.first().cloned(), around.last().cloned());
+                (begin.unwrap_or_default(), String::new(), end.unwrap_or_default())
+            }
+        }
+    }
+
+    /// Whether answers that begin with a call need no mark, and the mark is not always text.
+    fn has_optional_mark(&self) -> bool {
+        let marks = self.style.marks();
+        marks.close.is_empty() && self.mark(marks.open).starts_with('"') || self.mark(marks.open).is_empty()
+    }
+
+    fn call(&self, rule: &str, name: &str, schema: &Value) -> String {
+        let marks = self.style.marks();
+        let json = format!("{rule}_json");
+        let with_json = |parts: &[&str]| format!("{rule}: {}\n{json}: %json {schema}\n", parts.join(" "));
+        let key = self.style.arguments();
+        let object =
+            [literal(&format!("{{\"name\": {}, \"{key}\": ", literal(name))), json.clone(), literal("}")];
+        let [head, middle, tail] = object.each_ref().map(String::as_str);
+        let (open, close) = (self.mark(marks.open), self.mark(marks.close));
+        match self.style {
+            ToolStyle::Tagged => with_json(&[&open, "\"\\n\"", head, middle, tail, "\"\\n\"", &close]),
+            ToolStyle::Bare { .. } | ToolStyle::Listed(_) => with_json(&[head, middle, tail]),
+            ToolStyle::Named if open.is_empty() => with_json(&[head, middle, tail]),
+            ToolStyle::Named => {
+                let name = literal(name);
+                let inner = self.mark("[ARGS]");
+                with_json(&[&open, &name, &inner, &json])
+            }
+            ToolStyle::Kimi => {
+                let name = literal(&format!("functions.{name}:"));
+                let middle = self.mark("<|tool_call_argument_begin|>");
+                with_json(&[&open, &name, "/[0-9]/", &middle, &json, &close])
+            }
+            ToolStyle::DeepSeek { fenced } => {
+                let between = self.mark("<｜tool▁sep｜>");
+                match fenced {
+                    true => {
+                        let name = literal(&format!("{name}\n```json\n"));
+                        with_json(&[&open, "\"function\"", &between, &name, &json, "\"\\n```\"", &close])
+                    }
+                    false => with_json(&[&open, &literal(name), &between, &json, &close]),
+                }
+            }
+            ToolStyle::KeysAndValues => {
+                let head = [open, literal(&format!("{name}\n"))].join(" ");
+                self.fields(rule, schema, &head, &close, &|argument| {
+                    let before =
+                        [self.mark("<arg_key>"), literal(argument), self.mark("</arg_key>")].join(" ");
+                    let before = [before, literal("\n"), self.mark("<arg_value>")].join(" ");
+                    (before, [self.mark("</arg_value>"), literal("\n")].join(" "))
+                })
+            }
+            ToolStyle::FunctionTags { .. } => {
+                let head = [open, literal(&format!("\n<function={name}>\n"))].join(" ");
+                let tail = [literal("</function>\n"), close].join(" ");
+                self.fields(rule, schema, &head, &tail, &|argument| {
+                    (literal(&format!("<parameter={argument}>\n")), literal("\n</parameter>\n"))
+                })
+            }
+            ToolStyle::Invoked => {
+                let head = literal(&format!("<invoke name=\"{name}\">\n"));
+                self.fields(rule, schema, &head, &literal("</invoke>"), &|argument| {
+                    (literal(&format!("<parameter name=\"{argument}\">")), literal("</parameter>\n"))
+                })
+            }
+            ToolStyle::InvokedDsml { .. } => self.dsml(rule, name, schema),
+            ToolStyle::Pythonic { .. } => self.pythonic(rule, name, schema),
+        }
+    }
+
+    /// A call with an element for each argument: those that must be there, and then any of the others.
+    fn fields(
+        &self,
+        rule: &str,
+        schema: &Value,
+        head: &str,
+        tail: &str,
+        around: &dyn Fn(&str) -> (String, String),
+    ) -> String {
+        let (mut call, mut values) = (format!("{rule}: {head}"), String::new());
+        for (at, argument) in arguments(schema).iter().enumerate() {
+            let (before, after) = around(&argument.name);
+            let value = format!("{rule}_{at}");
+            match argument.is_text {
+                true => {
+                    let _ = writeln!(values, "{value}: {TEXT}");
+                }
+                false => {
+                    let _ = writeln!(values, "{value}: %json {}", argument.schema);
+                }
+            }
+            let _ = match argument.is_required {
+                true => write!(call, " {before} {value} {after}"),
+                false => write!(call, " ({before} {value} {after})?"),
+            };
+        }
+        format!("{call} {tail}\n{values}")
+    }
+
+    fn dsml(&self, rule: &str, name: &str, schema: &Value) -> String {
+        let texts: Vec<(String, bool)> =
+            arguments(schema).into_iter().map(|argument| (argument.name, argument.is_text)).collect();
+        let head = literal(&format!("<｜DSML｜invoke name=\"{name}\">\n"));
+        self.fields(rule, schema, &head, &literal("</｜DSML｜invoke>"), &|argument| {
+            let is_text = texts.iter().any(|(name, is_text)| name == argument && *is_text);
+            let begin = format!("<｜DSML｜parameter name=\"{argument}\" string=\"{is_text}\">");
+            (literal(&begin), literal("</｜DSML｜parameter>\n"))
+        })
+    }
+
+    /// Arguments by name, with JSON values, which Python's calls may have too: those that must be there
+    /// and then any of the others, or at most one where none must.
+    fn pythonic(&self, rule: &str, name: &str, schema: &Value) -> String {
+        let (mut required, mut others, mut values) = (Vec::new(), Vec::new(), String::new());
+        for (at, argument) in arguments(schema).into_iter().enumerate() {
+            let value = format!("{rule}_{at}");
+            let schema = if argument.is_text { json!({"type": "string"}) } else { argument.schema };
+            let _ = writeln!(values, "{value}: %json {schema}");
+            let written = format!("{} {value}", literal(&format!("{}=", argument.name)));
+            if argument.is_required { required.push(written) } else { others.push(written) }
+        }
+        let inside = match (required.is_empty(), others.is_empty()) {
+            (true, true) => String::new(),
+            (true, false) => format!("({})?", others.join(" | ")),
+            (false, _) => {
+                let others: String = others.iter().map(|other| format!(" (\", \" {other})?")).collect();
+                format!("{}{others}", required.join(" \", \" "))
+            }
+        };
+        format!("{rule}: {} {inside} \")\"\n{values}", literal(&format!("{name}(")))
+    }
+}

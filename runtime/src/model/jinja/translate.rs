@@ -1,0 +1,567 @@
+//! Rewrites a template, so that minijinja renders it as jinja2 does.
+//!
+//! Operators whose results differ become calls of the functions of [`operators`](super::operators): `a % b`
+//! becomes `__mod__(a, b)`. Line ends become `\n`, texts in tags lose the escapes that only Python knows,
+//! and `generation` blocks, which mark the assistant's text for training, become `if true`. What cannot
+//! be read stays as it is: minijinja then says what is wrong with it.
+
+use super::lexer::{Kind, Lexeme, tag};
+
+/// Nesting of expressions beyond which a tag stays as it is.
+const DEPTH_MAX: usize = 60;
+/// Methods of Python's dictionaries; as attributes they come before keys.
+const METHODS: [&str; 11] =
+    ["clear", "copy", "fromkeys", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values"];
+
+/// What cannot be read.
+struct Unread;
+
+type Written = Result<String, Unread>;
+
+/// The template as minijinja has to read it.
+pub(in crate::model) fn translate(source: &str) -> String {
+    let source = source.replace("\r\n", "\n").replace('\r', "\n");
+    let mut written = String::with_capacity(source.len() + source.len() / 4);
+    let mut rest = source.as_str();
+    while let Some(start) = ["{{", "{%", "{#"].iter().filter_map(|open| rest.find(open)).min() {
+        written.push_str(&rest[..start]);
+        rest = &rest[start..];
+        let length = if rest.starts_with("{#") {
+            let length = rest.find("#}").map_or(rest.len(), |end| end + 2);
+            written.push_str(&rest[..length]);
+            length
+        } else {
+            copy_tag(rest, &mut written)
+        };
+        rest = &rest[length..];
+    }
+    written.push_str(rest);
+    written
+}
+
+/// Copies the tag at the beginning of `text`, and all of a raw block; the number of bytes.
+fn copy_tag(text: &str, written: &mut String) -> usize {
+    let Some(found) = tag(text) else {
+        written.push_str(text);
+        return text.len();
+    };
+    let is_block = text.starts_with("{%");
+    if is_block && found.lexemes.first().is_some_and(|first| first.is_name("raw")) {
+        let length = end_of_raw(text, found.length);
+        written.push_str(&text[..length]);
+        return length;
+    }
+    let mut tokens = Tokens { lexemes: &found.lexemes, at: 0, depth: 0 };
+    let inside = match is_block {
+        true => tokens.statement(),
+        false => tokens.tuple().and_then(|value| tokens.end().map(|()| value)),
+    };
+    let original = &text[..found.length];
+    match inside {
+        Err(Unread) => written.push_str(original),
+        Ok(inside) => {
+            // The lines that errors name stay the template's.
+            let lines = original.matches('\n').count();
+            let breaks = "\n".repeat(lines.saturating_sub(inside.matches('\n').count()));
+            let (open, close) =
+                (&text[..2 + found.open_sign], &original[found.length - 2 - found.close_sign..]);
+            written.extend([open, " ", &inside, " ", &breaks, close]);
+        }
+    }
+    found.length
+}
+
+fn end_of_raw(text: &str, start: usize) -> usize {
+    let mut at = start;
+    while let Some(next) = text[at..].find("{%") {
+        at += next;
+        match tag(&text[at..]) {
+            Some(found) if found.lexemes.first().is_some_and(|first| first.is_name("endraw")) => {
+                return at + found.length;
+            }
+            _ => at += 2,
+        }
+    }
+    text.len()
+}
+
+/// The lexemes of a tag, read from left to right.
+struct Tokens<'a> {
+    lexemes: &'a [Lexeme<'a>],
+    at: usize,
+    depth: usize,
+}
+
+impl<'a> Tokens<'a> {
+    fn peek(&self) -> Option<&'a Lexeme<'a>> {
+        self.lexemes.get(self.at)
+    }
+
+    fn next(&mut self) -> Result<&'a Lexeme<'a>, Unread> {
+        let lexeme = self.peek().ok_or(Unread)?;
+        self.at += 1;
+        Ok(lexeme)
+    }
+
+    fn is(&self, sign: &str) -> bool {
+        self.peek().is_some_and(|lexeme| lexeme.is_sign(sign))
+    }
+
+    fn is_name(&self, name: &str) -> bool {
+        self.peek().is_some_and(|lexeme| lexeme.is_name(name))
+    }
+
+    fn skip(&mut self, sign: &str) -> bool {
+        let found = self.is(sign);
+        self.at += usize::from(found);
+        found
+    }
+
+    fn skip_name(&mut self, name: &str) -> bool {
+        let found = self.is_name(name);
+        self.at += usize::from(found);
+        found
+    }
+
+    fn expect(&mut self, sign: &str) -> Result<(), Unread> {
+        if self.skip(sign) { Ok(()) } else { Err(Unread) }
+    }
+
+    fn name(&mut self) -> Result<&'a str, Unread> {
+        let lexeme = self.next()?;
+        if lexeme.kind == Kind::Name { Ok(lexeme.text) } else { Err(Unread) }
+    }
+
+    fn end(&self) -> Result<(), Unread> {
+        if self.at == self.lexemes.len() { Ok(()) } else { Err(Unread) }
+    }
+
+    /// Lexemes as they are, up to one that `ends` at depth zero.
+    fn copied(&mut self, ends: &dyn Fn(&Lexeme<'_>) -> bool) -> String {
+        let (mut copied, mut depth) = (Vec::new(), 0usize);
+        while let Some(lexeme) = self.peek() {
+            if depth == 0 && ends(lexeme) {
+                break;
+            }
+            match lexeme.text {
+                "(" | "[" | "{" if lexeme.kind == Kind::Sign => depth += 1,
+                ")" | "]" | "}" if lexeme.kind == Kind::Sign => depth = depth.saturating_sub(1),
+                _ => {}
+            }
+            copied.push(lexeme.written());
+            self.at += 1;
+        }
+        copied.join(" ").replace(" . ", ".")
+    }
+
+    fn statement(&mut self) -> Written {
+        let keyword = self.name()?;
+        let written = match keyword {
+            "generation" => "if true".into(),
+            "endgeneration" => "endif".into(),
+            "if" | "elif" | "print" | "do" | "autoescape" => format!("{keyword} {}", self.tuple()?),
+            "for" => self.for_loop()?,
+            "set" => self.assignment()?,
+            "macro" => format!("macro {}{}", self.name()?, self.parameters()?),
+            "call" => {
+                let parameters = if self.is("(") { self.parameters()? } else { String::new() };
+                format!("call{parameters} {}", self.expression()?)
+            }
+            "filter" => {
+                let first = self.filter_call()?;
+                format!("filter {}", self.filters(first)?)
+            }
+            "with" => self.with()?,
+            _ => format!("{keyword} {}", self.copied(&|_| false)),
+        };
+        self.end()?;
+        Ok(written)
+    }
+
+    fn for_loop(&mut self) -> Written {
+        let targets = self.copied(&|lexeme| lexeme.is_name("in"));
+        if !self.skip_name("in") {
+            return Err(Unread);
+        }
+        let mut items = vec![self.or()?];
+        let mut is_tuple = false;
+        while self.skip(",") {
+            is_tuple = true;
+            if self.peek().is_none() || self.is_name("if") || self.is_name("recursive") {
+                break;
+            }
+            items.push(self.or()?);
+        }
+        let mut written = match is_tuple {
+            true => format!("for {targets} in ({},)", items.join(", ")),
+            false => format!("for {targets} in {}", items.join("")),
+        };
+        if self.skip_name("if") {
+            written.push_str(&format!(" if {}", self.expression()?));
+        }
+        if self.skip_name("recursive") {
+            written.push_str(" recursive");
+        }
+        Ok(written)
+    }
+
+    fn assignment(&mut self) -> Written {
+        let target = self.copied(&|lexeme| lexeme.is_sign("=") || lexeme.is_sign("|"));
+        if self.skip("=") {
+            return Ok(format!("set {target} = {}", self.tuple()?));
+        }
+        match self.skip("|") {
+            true => {
+                let first = self.filter_call()?;
+                Ok(format!("set {target} | {}", self.filters(first)?))
+            }
+            false => Ok(format!("set {target}")),
+        }
+    }
+
+    fn with(&mut self) -> Written {
+        let mut assignments = Vec::new();
+        while self.peek().is_some() {
+            let target = self.copied(&|lexeme| lexeme.is_sign("="));
+            self.expect("=")?;
+            assignments.push(format!("{target} = {}", self.expression()?));
+            if !self.skip(",") {
+                break;
+            }
+        }
+        Ok(format!("with {}", assignments.join(", ")))
+    }
+
+    /// The parameters of a macro, with their defaults.
+    fn parameters(&mut self) -> Written {
+        self.expect("(")?;
+        let mut parameters = Vec::new();
+        while !self.skip(")") {
+            if !parameters.is_empty() {
+                self.expect(",")?;
+                if self.skip(")") {
+                    break;
+                }
+            }
+            let name = self.name()?;
+            parameters.push(match self.skip("=") {
+                true => format!("{name}={}", self.expression()?),
+                false => name.to_owned(),
+            });
+        }
+        Ok(format!("({})", parameters.join(", ")))
+    }
+
+    /// An expression, or several with commas.
+    fn tuple(&mut self) -> Written {
+        let first = self.expression()?;
+        if self.is(",") { self.tuple_from(first) } else { Ok(first) }
+    }
+
+    fn tuple_from(&mut self, first: String) -> Written {
+        let mut items = vec![first];
+        while self.skip(",") {
+            if self.peek().is_none() || self.is(")") {
+                break;
+            }
+            items.push(self.expression()?);
+        }
+        Ok(format!("({},)", items.join(", ")))
+    }
+
+    fn expression(&mut self) -> Written {
+        self.depth += 1;
+        if self.depth > DEPTH_MAX {
+            return Err(Unread);
+        }
+        let mut written = self.or()?;
+        while self.skip_name("if") {
+            let test = self.or()?;
+            written = match self.skip_name("else") {
+                true => format!("{written} if {test} else {}", self.expression()?),
+                false => format!("{written} if {test}"),
+            };
+        }
+        self.depth -= 1;
+        Ok(written)
+    }
+
+    fn or(&mut self) -> Written {
+        let mut written = self.and()?;
+        while self.skip_name("or") {
+            written = format!("{written} or {}", self.and()?);
+        }
+        Ok(written)
+    }
+
+    fn and(&mut self) -> Written {
+        let mut written = self.not()?;
+        while self.skip_name("and") {
+            written = format!("{written} and {}", self.not()?);
+        }
+        Ok(written)
+    }
+
+    fn not(&mut self) -> Written {
+        let mut nots = 0;
+        while self.skip_name("not") {
+            nots += 1;
+        }
+        Ok(format!("{}{}", "not ".repeat(nots), self.comparison()?))
+    }
+
+    fn comparison(&mut self) -> Written {
+        let mut written = self.sum()?;
+        loop {
+            let sign = ["==", "!=", "<=", ">=", "<", ">"].into_iter().find(|sign| self.is(sign));
+            let is_not_in =
+                self.is_name("not") && self.lexemes.get(self.at + 1).is_some_and(|next| next.is_name("in"));
+            let operator = match sign {
+                Some(sign) => sign,
+                None if self.is_name("in") => "in",
+                None if is_not_in => "not in",
+                None => return Ok(written),
+            };
+            self.at += 1 + usize::from(is_not_in);
+            written = format!("{written} {operator} {}", self.sum()?);
+        }
+    }
+
+    fn sum(&mut self) -> Written {
+        let mut written = self.joined()?;
+        loop {
+            written = if self.skip("+") {
+                format!("__add__({written}, {})", self.joined()?)
+            } else if self.skip("-") {
+                format!("{written} - {}", self.joined()?)
+            } else {
+                return Ok(written);
+            };
+        }
+    }
+
+    fn joined(&mut self) -> Written {
+        let mut parts = vec![self.product()?];
+        while self.skip("~") {
+            parts.push(self.product()?);
+        }
+        Ok(if parts.len() == 1 { parts.remove(0) } else { format!("__join__({})", parts.join(", ")) })
+    }
+
+    fn product(&mut self) -> Written {
+        let mut written = self.power()?;
+        loop {
+            written = if self.skip("*") {
+                format!("__mul__({written}, {})", self.power()?)
+            } else if self.skip("%") {
+                format!("__mod__({written}, {})", self.power()?)
+            } else if self.skip("//") {
+                format!("{written} // {}", self.power()?)
+            } else if self.skip("/") {
+                format!("{written} / {}", self.power()?)
+            } else {
+                return Ok(written);
+            };
+        }
+    }
+
+    fn power(&mut self) -> Written {
+        let mut written = self.signed(true)?;
+        while self.skip("**") {
+            written = format!("{written} ** {}", self.signed(true)?);
+        }
+        Ok(written)
+    }
+
+    fn signed(&mut self, with_filters: bool) -> Written {
+        self.depth += 1;
+        if self.depth > DEPTH_MAX {
+            return Err(Unread);
+        }
+        let written = if self.skip("-") {
+            format!("(-{})", self.signed(false)?)
+        } else if self.skip("+") {
+            format!("__pos__({})", self.signed(false)?)
+        } else {
+            self.primary()?
+        };
+        self.depth -= 1;
+        let written = self.postfix(written)?;
+        if with_filters { self.filtered(written) } else { Ok(written) }
+    }
+
+    fn primary(&mut self) -> Written {
+        let lexeme = self.next()?;
+        match (lexeme.kind, lexeme.text) {
+            (Kind::Name, name) => Ok(name.to_owned()),
+            (Kind::Number, _) => Ok(lexeme.written()),
+            (Kind::Text, _) => {
+                let mut text = lexeme.value();
+                while let Some(next) = self.peek().filter(|next| next.kind == Kind::Text) {
+                    text.push_str(&next.value());
+                    self.at += 1;
+                }
+                Ok(super::lexer::quoted(&text))
+            }
+            (Kind::Sign, "(") => {
+                if self.skip(")") {
+                    return Ok("()".into());
+                }
+                let first = self.expression()?;
+                let inside = if self.is(",") { self.tuple_from(first)? } else { format!("({first})") };
+                self.expect(")").map(|()| inside)
+            }
+            (Kind::Sign, "[") => {
+                let mut items = Vec::new();
+                while !self.skip("]") {
+                    items.push(self.expression()?);
+                    if !self.is("]") {
+                        self.expect(",")?;
+                    }
+                }
+                Ok(format!("[{}]", items.join(", ")))
+            }
+            (Kind::Sign, "{") => {
+                let mut items = Vec::new();
+                while !self.skip("}") {
+                    let key = self.expression()?;
+                    self.expect(":")?;
+                    items.push(format!("{key}: {}", self.expression()?));
+                    if !self.is("}") {
+                        self.expect(",")?;
+                    }
+                }
+                // two braces in a row would end a tag
+                Ok(format!("{{{} }}", items.join(", ")))
+            }
+            (Kind::Sign, _) => Err(Unread),
+        }
+    }
+
+    fn postfix(&mut self, mut written: String) -> Written {
+        loop {
+            written = if self.skip(".") {
+                let lexeme = self.next()?;
+                match lexeme.kind {
+                    Kind::Number => format!("{written}[{}]", lexeme.written()),
+                    Kind::Name if METHODS.contains(&lexeme.text) && !self.is("(") => {
+                        format!("__attr__({written}, '{}')", lexeme.text)
+                    }
+                    Kind::Name => format!("{written}.{}", lexeme.text),
+                    Kind::Text | Kind::Sign => return Err(Unread),
+                }
+            } else if self.skip("[") {
+                self.subscript(&written)?
+            } else if self.is("(") {
+                format!("{written}{}", self.arguments()?)
+            } else {
+                return Ok(written);
+            };
+        }
+    }
+
+    fn subscript(&mut self, of: &str) -> Written {
+        let mut parts = Vec::new();
+        let mut colons = 0;
+        let mut part = None;
+        while !self.skip("]") {
+            if self.skip(":") {
+                colons += 1;
+                parts.push(part.take().unwrap_or_else(|| "none".into()));
+            } else if part.is_none() {
+                part = Some(self.tuple()?);
+            } else {
+                return Err(Unread);
+            }
+        }
+        match (colons, part) {
+            (0, Some(key)) => Ok(format!("{of}[{key}]")),
+            (1 | 2, last) => {
+                parts.push(last.unwrap_or_else(|| "none".into()));
+                parts.resize(3, "none".into());
+                Ok(format!("__slice__({of}, {})", parts.join(", ")))
+            }
+            _ => Err(Unread),
+        }
+    }
+
+    fn arguments(&mut self) -> Written {
+        self.expect("(")?;
+        let mut arguments = Vec::new();
+        while !self.skip(")") {
+            if !arguments.is_empty() {
+                self.expect(",")?;
+                if self.skip(")") {
+                    break;
+                }
+            }
+            let is_named = self.lexemes.get(self.at + 1).is_some_and(|next| next.is_sign("="));
+            arguments.push(if self.skip("**") {
+                format!("**{}", self.expression()?)
+            } else if self.skip("*") {
+                format!("*{}", self.expression()?)
+            } else if is_named {
+                let name = self.name()?;
+                self.expect("=")?;
+                format!("{name}={}", self.expression()?)
+            } else {
+                self.expression()?
+            });
+        }
+        Ok(format!("({})", arguments.join(", ")))
+    }
+
+    /// The name of a filter, and its arguments.
+    fn filter_call(&mut self) -> Written {
+        let mut written = self.name()?.to_owned();
+        while self.skip(".") {
+            written = format!("{written}.{}", self.name()?);
+        }
+        if self.is("(") {
+            written.push_str(&self.arguments()?);
+        }
+        Ok(written)
+    }
+
+    fn filters(&mut self, mut written: String) -> Written {
+        while self.skip("|") {
+            written = format!("{written} | {}", self.filter_call()?);
+        }
+        Ok(written)
+    }
+
+    /// Filters and tests behind a value.
+    fn filtered(&mut self, mut written: String) -> Written {
+        loop {
+            written = if self.skip("|") {
+                format!("{written} | {}", self.filter_call()?)
+            } else if self.skip_name("is") {
+                let not = if self.skip_name("not") { "not " } else { "" };
+                let name = self.name()?;
+                format!("({written} is {not}{name}{})", self.test_arguments()?)
+            } else if self.is("(") {
+                format!("{written}{}", self.arguments()?)
+            } else {
+                return Ok(written);
+            };
+        }
+    }
+
+    /// The argument of a test may stand without parentheses.
+    fn test_arguments(&mut self) -> Written {
+        let Some(next) = self.peek() else { return Ok(String::new()) };
+        let begins = match next.kind {
+            Kind::Name => !["else", "or", "and", "is", "if", "in", "not", "recursive"].contains(&next.text),
+            Kind::Number | Kind::Text => true,
+            Kind::Sign => ["[", "{"].contains(&next.text),
+        };
+        if next.is_sign("(") {
+            return self.arguments();
+        }
+        if !begins {
+            return Ok(String::new());
+        }
+        let argument = self.primary()?;
+        Ok(format!("({})", self.postfix(argument)?))
+    }
+}

@@ -1,0 +1,231 @@
+//! How models write calls of tools, as their templates show.
+
+/// How a model writes calls of tools.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ToolStyle {
+    /// Each call between `<tool_call>` and `</tool_call>`, a JSON object with `name` and `arguments`
+    /// (Hermes, Qwen 2.5 and 3, Granite 4).
+    Tagged,
+    /// The whole answer is a JSON object with `name` and arguments, several separated by `;`, or an array
+    /// of such objects (Llama 3).
+    Bare {
+        /// Whether arguments are called `parameters`, and not `arguments`.
+        parameters: bool,
+    },
+    /// An array of such objects, behind or between marks (Mistral up to v7, Granite 3, Nemotron 2,
+    /// MiniMax M1).
+    Listed(ListMarks),
+    /// `[TOOL_CALLS]name[ARGS]{..}` (Mistral from v11).
+    Named,
+    /// Python calls in brackets (Llama 4), or between marks too (LFM2).
+    Pythonic {
+        /// Whether `<|tool_call_start|>` and `<|tool_call_end|>` stand around them.
+        marked: bool,
+    },
+    /// `<tool_call>name`, then `<arg_key>` and `<arg_value>` in turn (GLM 4.5 and later).
+    KeysAndValues,
+    /// `<function=name>` and `<parameter=key>` between tags (Qwen3-Coder, Nemotron 3, Seed-OSS).
+    FunctionTags {
+        /// Whether the outer tag is `seed:tool_call`, and not `tool_call`.
+        seed: bool,
+    },
+    /// `<invoke name="..">` and `<parameter name="..">` between tags of MiniMax M2.
+    Invoked,
+    /// The same between tags of DeepSeek V3.2 and V4.
+    InvokedDsml {
+        /// Whether the outer tag is `tool_calls`, and not `function_calls`.
+        calls: bool,
+    },
+    /// Between DeepSeek's marks: the name and arguments.
+    DeepSeek {
+        /// Whether arguments stand in a fenced block (V3, R1), and not as they are (V3.1).
+        fenced: bool,
+    },
+    /// Between Kimi K2's marks: `functions.name:0` and arguments.
+    Kimi,
+}
+
+/// What stands around a list of calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ListMarks {
+    /// `[TOOL_CALLS]` before it.
+    Mistral,
+    /// `<|tool_call|>` before it.
+    Granite,
+    /// `<TOOLCALL>` and `</TOOLCALL>`.
+    Nemotron,
+    /// `<tool_calls>` and `</tool_calls>`; calls may follow each other without brackets.
+    MiniMax,
+}
+
+/// What ids of calls a template takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CallIds {
+    /// Any.
+    #[default]
+    Any,
+    /// Nine letters and digits.
+    Nine,
+    /// `functions.name:number`, counted through the conversation.
+    Kimi,
+}
+
+/// The marks of a style.
+#[derive(Clone, Copy, Debug)]
+pub struct CallMarks {
+    /// What begins a call, or a list of calls.
+    pub open: &'static str,
+    /// What ends it; the end of the answer where it is empty.
+    pub close: &'static str,
+    /// What stands around all calls and is no text.
+    pub around: &'static [&'static str],
+}
+
+impl ToolStyle {
+    /// The key of a call's arguments.
+    pub fn arguments(self) -> &'static str {
+        match self {
+            ToolStyle::Bare { parameters: true } => "parameters",
+            _ => "arguments",
+        }
+    }
+
+    /// The marks around calls.
+    pub fn marks(self) -> CallMarks {
+        let (open, close) = match self {
+            ToolStyle::Tagged | ToolStyle::KeysAndValues | ToolStyle::FunctionTags { seed: false } => {
+                ("<tool_call>", "</tool_call>")
+            }
+            ToolStyle::FunctionTags { seed: true } => ("<seed:tool_call>", "</seed:tool_call>"),
+            ToolStyle::Bare { .. } => ("<|python_tag|>", ""),
+            ToolStyle::Listed(ListMarks::Mistral) | ToolStyle::Named => ("[TOOL_CALLS]", ""),
+            ToolStyle::Listed(ListMarks::Granite) => ("<|tool_call|>", ""),
+            ToolStyle::Listed(ListMarks::Nemotron) => ("<TOOLCALL>", "</TOOLCALL>"),
+            ToolStyle::Listed(ListMarks::MiniMax) => ("<tool_calls>", "</tool_calls>"),
+            ToolStyle::Pythonic { marked: true } => ("<|tool_call_start|>", "<|tool_call_end|>"),
+            ToolStyle::Pythonic { marked: false } => ("<|python_start|>", ""),
+            ToolStyle::Invoked => ("<minimax:tool_call>", "</minimax:tool_call>"),
+            ToolStyle::InvokedDsml { calls: false } => {
+                ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")
+            }
+            ToolStyle::InvokedDsml { calls: true } => ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+            ToolStyle::DeepSeek { .. } => ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+            ToolStyle::Kimi => ("<|tool_call_begin|>", "<|tool_call_end|>"),
+        };
+        let around: &[&str] = match self {
+            ToolStyle::DeepSeek { .. } => &["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"],
+            ToolStyle::Kimi => &["<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"],
+            ToolStyle::Pythonic { marked: false } => &["<|python_end|>"],
+            _ => &[],
+        };
+        CallMarks { open, close, around }
+    }
+
+    /// Marks that may be special tokens, which answers otherwise show no text of.
+    pub fn shown(self) -> Vec<&'static str> {
+        let CallMarks { open, close, around } = self.marks();
+        let inner: &[&str] = match self {
+            ToolStyle::Named => &["[ARGS]", "[CALL_ID]"],
+            ToolStyle::DeepSeek { .. } => &["<｜tool▁sep｜>"],
+            ToolStyle::Kimi => &["<|tool_call_argument_begin|>"],
+            ToolStyle::KeysAndValues => &["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+            ToolStyle::InvokedDsml { .. } => &["｜DSML｜"],
+            _ => &[],
+        };
+        let marks = [open, close].into_iter().chain(around.iter().copied()).chain(inner.iter().copied());
+        marks.filter(|mark| !mark.is_empty()).collect()
+    }
+
+    /// The style of a template; none if it knows no tools, or its style is none of these.
+    pub(super) fn of(source: &str) -> Option<Self> {
+        let has = |text: &str| source.contains(text);
+        if !has("tools") || has("<|START_ACTION|>") || has("tool_name") {
+            return None;
+        }
+        if has("｜DSML｜") {
+            return Some(ToolStyle::InvokedDsml {
+                calls: has("tool_calls>") || has("tool_calls_block_name"),
+            });
+        }
+        if has("<｜tool▁call▁begin｜>") {
+            return Some(ToolStyle::DeepSeek { fenced: has("```json") });
+        }
+        if has("<|tool_call_begin|>") && has("<|tool_call_argument_begin|>") {
+            return Some(ToolStyle::Kimi);
+        }
+        if has("minimax:tool_call") {
+            return Some(ToolStyle::Invoked);
+        }
+        if has("<arg_key>") {
+            return has("<tool_call>").then_some(ToolStyle::KeysAndValues);
+        }
+        if has("<function=") && has("<parameter=") {
+            let seed = has("<seed:tool_call>");
+            return (seed || has("<tool_call>")).then_some(ToolStyle::FunctionTags { seed });
+        }
+        if has("[TOOL_CALLS]") {
+            return Some(if has("[ARGS]") {
+                ToolStyle::Named
+            } else {
+                ToolStyle::Listed(ListMarks::Mistral)
+            });
+        }
+        if has("<|tool_call_start|>") {
+            return Some(ToolStyle::Pythonic { marked: true });
+        }
+        let listed = [
+            ("<|tool_call|>", ListMarks::Granite),
+            ("<TOOLCALL>", ListMarks::Nemotron),
+            ("<tool_calls>", ListMarks::MiniMax),
+        ];
+        if let Some((_, marks)) = listed.into_iter().find(|(mark, _)| has(mark)) {
+            return Some(ToolStyle::Listed(marks));
+        }
+        if has("<tool_call>") {
+            return (!has("<invoke")).then_some(ToolStyle::Tagged);
+        }
+        if has("func_name1(") || has("<|python_start|>") {
+            return Some(ToolStyle::Pythonic { marked: false });
+        }
+        (has("\"parameters\":") && !has("<function=")).then_some(ToolStyle::Bare { parameters: true })
+    }
+
+    /// The ids that a template with this source takes.
+    pub fn ids(self) -> CallIds {
+        match self {
+            ToolStyle::Listed(ListMarks::Mistral) | ToolStyle::Named => CallIds::Nine,
+            ToolStyle::Kimi => CallIds::Kimi,
+            _ => CallIds::Any,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_style_is_told_by_all_of_its_marks() {
+        let cases = [
+            ("<tool_call>\n{\"name\": ..}</tool_call>", Some(ToolStyle::Tagged)),
+            ("<tool_call>{name}<arg_key>", Some(ToolStyle::KeysAndValues)),
+            ("<arg_key> alone", None),
+            ("<tool_call><function=f><parameter=p>", Some(ToolStyle::FunctionTags { seed: false })),
+            ("<seed:tool_call><function=f><parameter=p>", Some(ToolStyle::FunctionTags { seed: true })),
+            ("[TOOL_CALLS] [", Some(ToolStyle::Listed(ListMarks::Mistral))),
+            ("[TOOL_CALLS]f[ARGS]{}", Some(ToolStyle::Named)),
+            ("{\"name\": f, \"parameters\": {}}", Some(ToolStyle::Bare { parameters: true })),
+            ("<｜tool▁call▁begin｜>function\n```json", Some(ToolStyle::DeepSeek { fenced: true })),
+            ("<｜tool▁call▁begin｜>", Some(ToolStyle::DeepSeek { fenced: false })),
+            ("<|tool_call_begin|>id<|tool_call_argument_begin|>", Some(ToolStyle::Kimi)),
+            ("<minimax:tool_call>", Some(ToolStyle::Invoked)),
+            ("<tool_call> with <invoke name=", None),
+            ("<|START_ACTION|> \"parameters\":", None),
+            ("nothing", None),
+        ];
+        for (source, style) in cases {
+            assert_eq!(ToolStyle::of(&format!("{{% if tools %}}{source}")), style, "{source}");
+        }
+        assert_eq!(ToolStyle::of("<tool_call>"), None, "without the word for tools");
+    }
+}
