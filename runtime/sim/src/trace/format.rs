@@ -7,6 +7,8 @@ use serde_json::Value;
 pub enum Format {
     /// Mooncake's JSONL, with prefix hashes.
     Mooncake,
+    /// Alibaba's Qwen traces (Bailian): Mooncake's keys with seconds and blocks of 16 tokens, JSONL.
+    Bailian,
     /// Azure's LLM inference traces, CSV.
     Azure,
     /// Hours synthesised by ServeGen, CSV.
@@ -19,13 +21,20 @@ pub enum Format {
 
 impl Format {
     /// All formats.
-    pub const ALL: [Format; 5] =
-        [Format::Mooncake, Format::Azure, Format::ServeGen, Format::Agentic, Format::RequestLog];
+    pub const ALL: [Format; 6] = [
+        Format::Mooncake,
+        Format::Bailian,
+        Format::Azure,
+        Format::ServeGen,
+        Format::Agentic,
+        Format::RequestLog,
+    ];
 
     /// The format's name in documents.
     pub const fn name(self) -> &'static str {
         match self {
             Format::Mooncake => "mooncake",
+            Format::Bailian => "bailian",
             Format::Azure => "azure",
             Format::ServeGen => "servegen",
             Format::Agentic => "agentic",
@@ -38,6 +47,9 @@ impl Format {
         match self {
             Format::Mooncake => {
                 r#"{"timestamp": 3000, "input_length": 1100, "output_length": 52, "hash_ids": [0, 7, 8]} (ms; one id for each 512 tokens)"#
+            }
+            Format::Bailian => {
+                r#"{"chat_id": 2, "parent_chat_id": -1, "timestamp": 61.9, "input_length": 40, "output_length": 20, "hash_ids": [8, 9, 10]} (s; one id for each 16 tokens)"#
             }
             Format::Azure => {
                 "2023-11-16 18:15:46.6805900,374,44 under TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -79,7 +91,9 @@ impl Format {
         let value: Value =
             serde_json::from_slice(line).map_err(|cause| format!("its first line is not JSON: {cause}"))?;
         let has = |names: &[&str]| names.iter().all(|name| value.get(name).is_some());
-        if has(&["timestamp", "input_length"]) {
+        if has(&["timestamp", "input_length", "chat_id", "parent_chat_id"]) {
+            Ok(Format::Bailian)
+        } else if has(&["timestamp", "input_length"]) {
             Ok(Format::Mooncake)
         } else if has(&["reqs"]) {
             Ok(Format::Agentic)

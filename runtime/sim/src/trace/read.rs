@@ -215,7 +215,11 @@ fn sorter(
     let (block_tokens, parse, has_own_clock): (_, ParseLine, _) = match format {
         Format::Mooncake => {
             let block_tokens = options.block_tokens.unwrap_or(mooncake::BLOCK_TOKENS).max(1);
-            (Some(block_tokens), Box::new(move |line: &[u8]| mooncake::parse(line, block_tokens)), false)
+            (Some(block_tokens), Box::new(move |line: &[u8]| mooncake::parse(line, block_tokens, 1e3)), false)
+        }
+        Format::Bailian => {
+            let block_tokens = options.block_tokens.unwrap_or(mooncake::BAILIAN_BLOCK_TOKENS).max(1);
+            (Some(block_tokens), Box::new(move |line: &[u8]| mooncake::parse(line, block_tokens, 1.0)), false)
         }
         Format::Azure => {
             let names = ["timestamp", "contexttokens", "generatedtokens"];
