@@ -92,6 +92,8 @@ step "pages in a browser"
 MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/pages.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "engines of others"
 MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/engines.sh llamacpp 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
+step "chat templates beside transformers"
+MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/templates.sh --tenth 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "attacks"
 MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/attack.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "RDMA in emulated machines"

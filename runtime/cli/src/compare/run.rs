@@ -103,6 +103,14 @@ fn model_demand(args: &CompareArgs) -> Result<Demand> {
         (ModelShape { weight, ..shape.stored_as(stored.format()) }, config.tied_embeddings)
     } else {
         let model = find(&args.model).map_err(|error| UsageError(format!("--model: {error}")))?;
+        for (flag, tokens) in [("prompt", args.prompt), ("context", args.context)] {
+            if tokens > model.context {
+                let (name, context) = (model.name, model.context);
+                let message =
+                    format!("--{flag}: {tokens} tokens are beyond the context of {name}, {context} tokens");
+                return Err(UsageError(message).into());
+            }
+        }
         (model.shape_as(args.dtype.unwrap_or(StoredAs::Plain(DType::Bf16))), model.tied_embeddings)
     };
     let kv = args.kv_dtype.unwrap_or(shape.kv);

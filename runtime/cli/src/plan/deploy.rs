@@ -26,7 +26,7 @@ pub(super) fn write(planned: &Planned<'_>, fleet: &ProvenFleet, directory: &Path
         "vllm" => VllmFleet {
             parts: &planned.offers.parts,
             pools: &fleet.pools,
-            model: planned.model.name,
+            model: planned.model,
             stored: fleet.stored,
             header,
             gateway: router,

@@ -7,6 +7,7 @@ use mixfleet_hal::cast::{to_u64, to_usize};
 use mixfleet_hal::files::{self, TEXT_BYTES_MAX};
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::BlockHash;
+use mixfleet_scheduler::models::KnownModel;
 use mixfleet_scheduler::plan::bound::LoadSlots;
 use mixfleet_scheduler::plan::load::{LoadTally, SizeClass};
 use mixfleet_sim::trace::{Request, SteadyLoad, TOKENS_MAX};
@@ -105,17 +106,43 @@ fn for_each<'a, T>(models: usize, flag: &str, given: &'a [T]) -> Result<Vec<&'a 
 }
 
 impl PlanLoad {
-    pub(super) fn read(args: &PlanArgs, source: PlanLoadSource<'_>) -> Result<Self> {
-        match source {
-            PlanLoadSource::Trace(path) => Self::of_trace(args, path),
-            PlanLoadSource::Workload(path) => Self::of_workload(args, path),
-            PlanLoadSource::Rate(rate, size) => Ok(Self::of_rate(args, rate, size)),
+    /// Reads the load of a model, without requests of a trace that its context does not hold.
+    ///
+    /// # Errors
+    /// When it cannot be read, and when all requests of a size are beyond the model's context.
+    pub(super) fn read(args: &PlanArgs, source: LoadSource<'_>, model: &KnownModel) -> Result<Self> {
+        let load = match source {
+            LoadSource::Trace(path) => Self::of_trace(args, path, model)?,
+            LoadSource::Workload(path) => Self::of_workload(args, path)?,
+            LoadSource::Rate(rate, size) => Self::of_rate(args, rate, size),
+        };
+        let rows = load.workload.iter().map(|row| [row.input_tokens, row.output_tokens]);
+        let first = load.requests.first().map(|request| [request.prompt_tokens, request.output_tokens]);
+        match rows.chain(first).find(|size| is_beyond(model, *size)) {
+            Some(size) => Err(UsageError(beyond(model, size)).into()),
+            None => Ok(load),
         }
     }
 
-    fn of_trace(args: &PlanArgs, path: &Path) -> Result<Self> {
+    fn of_trace(args: &PlanArgs, path: &Path, model: &KnownModel) -> Result<Self> {
         let mut trace = args.replay.open(path)?;
-        let requests: Vec<Request> = args.replay.play(&mut trace, 0).collect::<Result<_, _>>()?;
+        let mut requests: Vec<Request> = args.replay.play(&mut trace, 0).collect::<Result<_, _>>()?;
+        let all = requests.len();
+        let mut refused = None;
+        requests.retain(|request| {
+            let size = [request.prompt_tokens, request.output_tokens];
+            let is_refused = is_beyond(model, size);
+            refused = refused.or(is_refused.then_some(size));
+            !is_refused
+        });
+        match refused {
+            Some(size) if requests.is_empty() => return Err(UsageError(beyond(model, size)).into()),
+            Some(size) => {
+                let left_out = all - requests.len();
+                eprintln!("warning: {left_out} of {all} requests are left out: {}", beyond(model, size));
+            }
+            None => {}
+        }
         let block_tokens = trace.block_tokens();
         let Some(last) = requests.last() else {
             return Err(UsageError(format!("--trace {}: there is no request", path.display())).into());
@@ -227,6 +254,18 @@ impl PlanLoad {
         }
         file.flush()
     }
+}
+
+/// Whether a request needs more tokens than the model's context holds, so that engines refuse it.
+fn is_beyond(model: &KnownModel, [prompt, answer]: [u32; 2]) -> bool {
+    u64::from(prompt) + u64::from(answer) > u64::from(model.context)
+}
+
+fn beyond(model: &KnownModel, [prompt, answer]: [u32; 2]) -> String {
+    let (name, context) = (model.name, model.context);
+    format!(
+        "a prompt of {prompt} tokens and an answer of {answer} are beyond the context of {name}, {context} tokens"
+    )
 }
 
 /// Requests per second of each class.

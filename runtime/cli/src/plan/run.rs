@@ -49,7 +49,11 @@ impl ModelWanted {
                 );
                 return Err(UsageError(message).into());
             }
-            wanted.push(ModelWanted { model, load: PlanLoad::read(args, source)?, out: args.out.clone() });
+            wanted.push(ModelWanted {
+                model,
+                load: PlanLoad::read(args, source, model)?,
+                out: args.out.clone(),
+            });
         }
         Ok(wanted)
     }

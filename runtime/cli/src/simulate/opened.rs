@@ -9,10 +9,15 @@ use crate::scheduling::SchedulingArgs;
 use anyhow::{Context, Result};
 use mixfleet_hal::economics::Selection;
 use mixfleet_scheduler::fleet::Admission;
+use mixfleet_scheduler::models::find;
 use mixfleet_sim::fleet_file::FleetFile;
 use mixfleet_sim::simulate::{Results, Setup, run as simulate};
-use mixfleet_sim::trace::{ClosedLoop, Progress, RecordedRun, Requests, Trace};
+use mixfleet_sim::trace::{ClosedLoop, Progress, RecordedRun, Request, Requests, Trace, TraceError};
+use std::collections::HashSet;
 use std::path::Path;
+
+/// Why requests are rejected that need more tokens than the model's context.
+pub(super) const BEYOND_CONTEXT: &str = "beyond_context";
 
 /// A fleet with its scheduling.
 pub(super) struct OpenedFleet<'a> {
@@ -76,22 +81,42 @@ impl<'a> OpenedFleet<'a> {
         })
     }
 
-    /// Simulates a load on `setup`.
-    pub(super) fn play(
-        &self,
-        load: &mut RequestSource,
-        setup: &Setup,
-        watch: &mut RunWatch,
-    ) -> Result<Results> {
-        Ok(match load {
-            RequestSource::Recorded(run) => simulate(setup, run.trace(), watch)?,
-            RequestSource::Trace(trace) => {
+    /// Simulates a load on `setup`. Requests beyond the model's context are rejected on arrival, as engines do.
+    pub(super) fn play(&self, load: &mut LoadSource, setup: &Setup, watch: &mut Watch) -> Result<Results> {
+        let context = self.context();
+        let mut refused = HashSet::new();
+        let fitting = |item: Result<Request, TraceError>| {
+            let mut request = match item {
+                Ok(request) => request,
+                Err(error) => return Some(Err(error)),
+            };
+            let tokens = u64::from(request.prompt_tokens) + u64::from(request.output_tokens);
+            if context.is_some_and(|context| tokens > u64::from(context)) {
+                refused.insert(request.id);
+                return None;
+            }
+            // nobody waits for an answer that never comes
+            if let Some(turn) = &mut request.session {
+                turn.after = turn.after.filter(|before| !refused.contains(before));
+            }
+            Some(Ok(request))
+        };
+        let mut results = match load {
+            LoadSource::Recorded(run) => simulate(setup, run.trace(), watch)?,
+            LoadSource::Trace(trace) => {
                 let blocks = trace.block_tokens().unwrap_or(self.file.kv.block_tokens);
-                let requests = self.args.replay.play(trace, self.scheduling.seed);
+                let requests = self.args.replay.play(trace, self.scheduling.seed).filter_map(fitting);
                 simulate(setup, requests.rechain(blocks, self.file.kv.block_tokens), watch)?
             }
-            RequestSource::Loop(load) => simulate(setup, load.requests(), watch)?,
-        })
+            LoadSource::Loop(load) => simulate(setup, load.requests().filter_map(fitting), watch)?,
+        };
+        results.reject(BEYOND_CONTEXT, refused.len() as u64);
+        Ok(results)
+    }
+
+    /// The context of the model, if it is a known one.
+    pub(super) fn context(&self) -> Option<u32> {
+        find(&self.file.model.name).ok().map(|model| model.context)
     }
 }
 

@@ -2,8 +2,8 @@
 
 use super::additions::Additions;
 use super::args::SimulateArgs;
-use super::history::RunHistory;
-use super::opened::{OpenedFleet, RequestSource};
+use super::history::History;
+use super::opened::{BEYOND_CONTEXT, LoadSource, OpenedFleet};
 use super::page::{Subject, page};
 use super::timeline::TimelineFile;
 use super::unmet::Unmet;
@@ -56,6 +56,7 @@ fn one(fleet: &OpenedFleet<'_>) -> Result<()> {
     watch.history = args.html.is_some().then(|| RunHistory::new(setup.pools.len()));
     watch.answers = (args.requests_out.is_some() || args.against.is_some()).then(Vec::new);
     let ran = fleet.play(&mut load, setup, &mut watch).and_then(|results| {
+        check_context(&results, fleet.context())?;
         check_served(&results, &watch.unmet)?;
         Ok(results)
     });
@@ -125,6 +126,14 @@ pub(super) fn good_per_usd(fleet: &OpenedFleet<'_>, r: &Results) -> Option<f64> 
 
 /// What is said of a load without requests.
 pub(super) const NO_REQUEST: &str = "there is no request to simulate: the trace is empty";
+
+/// Refuses the results of a load of which no request fits into the model's context.
+fn check_context(results: &Results, context: Option<u32>) -> Result<()> {
+    let beyond = results.rejected.get(BEYOND_CONTEXT).copied().unwrap_or(0);
+    let Some(context) = context.filter(|_| beyond > 0 && beyond == results.requests) else { return Ok(()) };
+    let message = format!("all {beyond} requests are beyond the model's context, {context} tokens");
+    Err(Failed(message).into())
+}
 
 /// Refuses the results of a fleet that can serve no request of the load, whatever its speed.
 pub(super) fn check_served(results: &Results, unmet: &Unmet) -> Result<()> {

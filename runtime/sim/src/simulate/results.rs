@@ -211,6 +211,20 @@ pub struct Results {
 }
 
 impl Results {
+    /// Counts further requests, which were rejected for `reason` before the fleet saw them.
+    pub fn reject(&mut self, reason: &str, requests: u64) {
+        if requests == 0 {
+            return;
+        }
+        let good = self.slo_attainment * self.requests as f64;
+        self.requests += requests;
+        self.missed += requests;
+        self.slo_attainment = good / self.requests as f64;
+        *self.rejected.entry(reason.to_owned()).or_default() += requests;
+    }
+}
+
+impl Results {
     /// The schema that this version writes.
     pub const SCHEMA: &'static str = "mixfleet.simulation/1";
 

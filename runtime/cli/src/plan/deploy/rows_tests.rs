@@ -212,7 +212,7 @@ fn nothing_is_planned_for_other_engines_that_only_ours_runs() {
             let fleet = VllmFleet {
                 parts: row.market.parts(),
                 pools,
-                model: row.market.ask().model.name,
+                model: row.market.ask().model,
                 stored: row.fleet.stored,
                 header: "a plan".into(),
                 gateway: Vec::new(),

@@ -5,8 +5,10 @@ mod kubernetes;
 use super::StartFile;
 use super::instances::{HOST_DEVICES_MAX, backend, pool_name, quoted};
 use crate::worker_engines::WorkerEngine;
+use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::{StoredAs, WeightFormat};
 use mixfleet_scheduler::cost::ExpertsBy;
+use mixfleet_scheduler::models::KnownModel;
 use mixfleet_scheduler::plan::layouts::LayoutExperts;
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_scheduler::plan::offer::OfferedPart;
@@ -23,13 +25,19 @@ const PORT_FIRST: u32 = 10_000;
 /// Ports of an instance: its API, those of NIXL from 1, of KV events from 20 and of their replay from 30,
 /// a port a rank.
 const PORTS: u32 = 40;
+/// The share of a part's memory that vLLM uses if it is not told.
+const MEMORY_SHARE: f64 = 0.9;
+/// What it needs of that beside weights and KV on each device: activations and recorded steps.
+const WORKSPACE_GB: f64 = 2.0;
+/// Lengths that it is told are multiples of this.
+const ROUND_TOKENS: u32 = 1024;
 
 /// A planned fleet of vLLM.
 pub(super) struct VllmFleet<'a> {
     pub(super) parts: &'a [OfferedPart],
     pub(super) pools: &'a [PlannedPool],
     /// A known model, by whose name clients ask too.
-    pub(super) model: &'a str,
+    pub(super) model: &'a KnownModel,
     pub(super) stored: StoredAs,
     /// What was planned, in words.
     pub(super) header: String,
@@ -83,7 +91,7 @@ impl VllmFleet<'_> {
                 text,
                 "\n# {count} times, each on {} x {name}: {what}\nvllm serve \"$MODEL\" --served-model-name {} {}\n",
                 layout.devices,
-                self.model,
+                self.model.name,
                 flags.join(" ")
             );
             let known = self.known(pool);
@@ -130,6 +138,9 @@ impl VllmFleet<'_> {
         if layout.stages > 1 {
             add(&["--pipeline-parallel-size", &layout.stages.to_string()]);
         }
+        if let Some(tokens) = self.bounded_context(pool) {
+            add(&["--max-model-len", &tokens.to_string()]);
+        }
         let role = match pool.duty {
             Duty::Prefill => Some("kv_producer"),
             Duty::Decode => Some("kv_consumer"),
@@ -142,6 +153,21 @@ impl VllmFleet<'_> {
         flags
     }
 
+    /// The longest sequence whose KV an instance surely holds, where that is less than the model's context: vLLM
+    /// does not start without room for one.
+    fn bounded_context(&self, pool: &PlannedPool) -> Option<u32> {
+        let shape = self.model.shape_as(self.stored);
+        let memory_gb = self.parts[pool.part].part.memory.size_gb;
+        let devices = f64::from(pool.layout.devices);
+        let left = memory_gb * 1e9 * MEMORY_SHARE * devices
+            - self.model.weight_bytes(self.stored).0
+            - WORKSPACE_GB * 1e9 * devices;
+        let per_token = (shape.kv_bytes_per_token() as f64).max(1.0);
+        let tokens = to_u64((left / per_token).max(f64::from(ROUND_TOKENS)));
+        let bounded = u32::try_from(tokens).unwrap_or(u32::MAX) / ROUND_TOKENS * ROUND_TOKENS;
+        (bounded < self.model.context).then_some(bounded)
+    }
+
     /// All that vLLM is told behind `vllm serve`, with the checkpoint at `/model`.
     fn command(&self, pool: &PlannedPool, listens: &str, port: u32) -> Vec<String> {
         let [api, events, replay] = [port, port + 20, port + 30].map(|port| port.to_string());
@@ -152,7 +178,7 @@ impl VllmFleet<'_> {
             "replay_endpoint": format!("tcp://*:{replay}"),
         });
         let mut words: Vec<String> =
-            ["/model", "--served-model-name", self.model, "--host", listens, "--port", &api]
+            ["/model", "--served-model-name", self.model.name, "--host", listens, "--port", &api]
                 .map(String::from)
                 .into();
         words.extend(self.flags(pool));
@@ -162,7 +188,7 @@ impl VllmFleet<'_> {
 
     /// The gateway's command without its engines.
     fn serve(&self) -> Vec<String> {
-        let first = ["serve", "--name", self.model].map(String::from);
+        let first = ["serve", "--name", self.model.name].map(String::from);
         first.into_iter().chain(self.gateway.iter().cloned()).collect()
     }
 
@@ -182,7 +208,7 @@ impl VllmFleet<'_> {
     fn known(&self, pool: &PlannedPool) -> String {
         let (tp, id) = (pool.layout.devices, self.parts[pool.part].part.id);
         let sharing = if tp > 1 { format!(",tp={tp}") } else { String::new() };
-        let known = format!(",part={id},shape={},stored={}{sharing}", self.model, self.stored.name());
+        let known = format!(",part={id},shape={},stored={}{sharing}", self.model.name, self.stored.name());
         let engine = format!("vllm:http://127.0.0.1{known}").parse::<WorkerEngine>();
         let is_whole = pool.layout.stages == 1 && pool.layout.is_by_columns();
         if is_whole && engine.is_ok_and(|engine| engine.open().is_ok()) { known } else { String::new() }
