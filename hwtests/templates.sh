@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=target/templates/venv
 [[ -x $venv/bin/python ]] || "${PYTHON:-python3}" -m venv "$venv"
-if ! "$venv/bin/pip" --quiet --disable-pip-version-check install jinja2==3.1.6 transformers==5.23.0; then
+if ! "$venv/bin/pip" --quiet --disable-pip-version-check install jinja2==3.1.6 transformers==5.24.0; then
     echo "SKIPPED: chat templates: transformers cannot be installed"
     exit 3
 fi

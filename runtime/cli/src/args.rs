@@ -49,7 +49,7 @@ pub(crate) struct ModelArgs {
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
     /// Draw weights at random for a --model DIR that has none; its answers mean nothing
-    #[arg(long, requires = "model")]
+    #[arg(long, requires = "model", hide = true)]
     pub(crate) random_weights: bool,
     /// Dtype of activations: f32, bf16, f16 [default: as weights]
     #[arg(long, value_name = "DTYPE")]

@@ -29,7 +29,7 @@ pub(crate) struct CalibrationKey {
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Document {
+struct CalibrationDocument {
     schema: String,
     key: CalibrationKey,
     calibration: StepCalibration,
@@ -59,7 +59,7 @@ pub(crate) fn get(
     let mut kept = known.iter().filter_map(|(file, key)| Some((file.as_ref()?, read(file.as_ref()?, key)?)));
     if !recalibrate && let Some((file, kept)) = kept.next() {
         if kept.of.is_none() {
-            keep(file, &Document { of: Some(subject(loaded, env)), ..kept.clone() });
+            keep(file, &CalibrationDocument { of: Some(subject(loaded, env)), ..kept.clone() });
         }
         return Ok((kept.calibration, false));
     }
@@ -67,7 +67,7 @@ pub(crate) fn get(
     let measured = loaded.calibrate(env, budget).with_context(|| format!("calibrating {}", loaded.id()))?;
     if let Some(file) = file {
         let (schema, of) = (calibrate::SCHEMA.into(), Some(subject(loaded, env)));
-        keep(&file, &Document { schema, key, calibration: measured.clone(), of });
+        keep(&file, &CalibrationDocument { schema, key, calibration: measured.clone(), of });
     }
     Ok((measured, true))
 }
@@ -76,7 +76,7 @@ fn subject(loaded: &Loaded, env: &dyn Env) -> CalibrationSubject {
     CalibrationSubject { shape: loaded.cost_shape(), measured_on: utc_day(to_u64(env.unix_time().0)) }
 }
 
-fn keep(file: &Path, document: &Document) {
+fn keep(file: &Path, document: &CalibrationDocument) {
     let written = serde_json::to_vec_pretty(document).map_err(Into::into);
     if let Err(error) = written.and_then(|text| cache::write(file, &text)) {
         tracing::warn!(%error, "the calibration cannot be kept; the next start measures again");
@@ -86,7 +86,7 @@ fn keep(file: &Path, document: &Document) {
 /// The calibrations that are kept of a device.
 pub(crate) fn kept_of(fingerprint: &str) -> Vec<OwnCalibration> {
     let of_device = |bytes: Vec<u8>| {
-        let Document { schema, key, calibration, of } = serde_json::from_slice(&bytes).ok()?;
+        let CalibrationDocument { schema, key, calibration, of } = serde_json::from_slice(&bytes).ok()?;
         let CalibrationSubject { shape, measured_on } = of?;
         let holds = schema == calibrate::SCHEMA && key.fingerprint == fingerprint;
         (holds && calibration.is_complete()).then_some(OwnCalibration {
@@ -138,8 +138,8 @@ pub(crate) fn speeds(
     devices.iter().map(of).collect()
 }
 
-fn read(file: &Path, key: &Key) -> Option<Document> {
-    let document: Document = serde_json::from_slice(&cache::read(file)?).ok()?;
+fn read(file: &Path, key: &CalibrationKey) -> Option<CalibrationDocument> {
+    let document: CalibrationDocument = serde_json::from_slice(&cache::read(file)?).ok()?;
     let holds = document.schema == calibrate::SCHEMA && document.key == *key;
     (holds && document.calibration.is_complete()).then_some(document)
 }

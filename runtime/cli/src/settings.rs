@@ -75,7 +75,8 @@ const SERVE: [&str; 35] = [
 
 /// Flags of `serve` without a key, with the reason.
 #[cfg(test)]
-const WITHOUT_KEY: [(&str, &str); 5] = [
+const WITHOUT_KEY: [(&str, &str); 6] = [
+    ("random-weights", "an order for one start"),
     ("api-key", "a secret: api_keys names the file that has it"),
     ("recalibrate", "an order for one start"),
     ("fleet", "names the file"),

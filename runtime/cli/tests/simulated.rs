@@ -63,7 +63,8 @@ fn a_directory_without_weights_is_enough_and_what_does_not_fit_is_told_what_woul
     let run = |device: &str| {
         let output = mixfleet()
             .args(["generate", "--json", "--ignore-eos", "--prompt-ids", "1,2,3", "--max-tokens", "5"])
-            .args(["--kv-memory", "0.1", "--model", directory.to_str().unwrap(), "--device", device])
+            .args(["--random-weights", "--kv-memory", "0.1", "--model", directory.to_str().unwrap()])
+            .args(["--device", device])
             .output()
             .unwrap();
         (output.status.code(), output)

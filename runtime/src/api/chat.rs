@@ -130,13 +130,16 @@ fn continued(fields: &mut Fields<'_>, messages: &[ChatMessage]) -> Result<bool, 
     }
 }
 
-/// Tools that may be called, and how the model calls them; or why nobody can tell. Those that must be
-/// called decide the form of the answer.
+/// Tools that an answer may call, with the style of its calls.
+type CallableTools = Option<(Tools, ToolStyle)>;
+
+/// Returns the tools that may be called, or why nobody can tell. Those that must be called decide the form
+/// of the answer.
 fn callable(
     tools: Option<Tools>,
     parameters: &mut Parameters,
     model: &ServedModel,
-) -> Result<(Option<(Tools, ToolStyle)>, Option<ApiError>), ApiError> {
+) -> Result<(CallableTools, Option<ApiError>), ApiError> {
     let Some(tools) = tools else { return Ok((None, None)) };
     let Some(style) = model.text.tool_style() else {
         let hint = "the template of this model knows no tools, or not how they are called";

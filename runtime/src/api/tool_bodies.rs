@@ -3,6 +3,7 @@
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 
 use super::tool_schema::typed;
 use super::tools::ToolCall;
@@ -13,7 +14,7 @@ const DEPTH_MAX: usize = 64;
 
 /// What a text between marks is.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Body {
+pub(super) enum ReadCalls {
     Calls(Vec<ToolCall>),
     /// The beginning of calls.
     Incomplete,
@@ -21,21 +22,21 @@ pub(super) enum Body {
     Other,
 }
 
-impl Body {
+impl ReadCalls {
     fn of(calls: Option<Vec<ToolCall>>) -> Self {
-        calls.filter(|calls| !calls.is_empty()).map_or(Body::Other, Body::Calls)
+        calls.filter(|calls| !calls.is_empty()).map_or(ReadCalls::Other, ReadCalls::Calls)
     }
 }
 
 /// A function that may be called: its name, and the JSON schema of its arguments.
-pub(super) type Function = (String, Value);
+pub(super) type CalledFunction = (String, Value);
 
 /// Reads the calls of functions in `text`.
-pub(super) fn read(style: ToolStyle, text: &str, functions: &[Function]) -> Body {
+pub(super) fn read(style: ToolStyle, text: &str, functions: &[CalledFunction]) -> ReadCalls {
     match style {
         ToolStyle::Tagged | ToolStyle::Bare { .. } | ToolStyle::Listed(_) => json_calls(text, functions),
         ToolStyle::Named => named_calls(text, functions),
-        ToolStyle::Pythonic { .. } => Body::of(PythonText { text, at: 0 }.calls(functions)),
+        ToolStyle::Pythonic { .. } => ReadCalls::of(PythonText { text, at: 0 }.calls(functions)),
         ToolStyle::KeysAndValues => keys_and_values(text, functions),
         ToolStyle::FunctionTags { .. } => {
             let tags = Tags { begin: "<function=", name_end: ">", end: "</function>" };
@@ -57,7 +58,7 @@ pub(super) fn read(style: ToolStyle, text: &str, functions: &[Function]) -> Body
         ToolStyle::DeepSeek { fenced } => deep_seek(text, fenced, functions),
         ToolStyle::Kimi => {
             let Some((id, arguments)) = text.split_once("<|tool_call_argument_begin|>") else {
-                return Body::Incomplete;
+                return ReadCalls::Incomplete;
             };
             let id = id.trim();
             let name = id.rsplit_once(':').map_or(id, |(name, _)| name);
@@ -66,7 +67,7 @@ pub(super) fn read(style: ToolStyle, text: &str, functions: &[Function]) -> Body
     }
 }
 
-fn known<'a>(name: &str, functions: &'a [Function]) -> Option<&'a Function> {
+fn known<'a>(name: &str, functions: &'a [CalledFunction]) -> Option<&'a CalledFunction> {
     functions.iter().find(|(known, _)| known == name)
 }
 
@@ -81,62 +82,63 @@ struct CallText<'a> {
 }
 
 /// One or more JSON objects with a name and arguments, or arrays of them.
-fn json_calls(text: &str, functions: &[Function]) -> Body {
+fn json_calls(text: &str, functions: &[CalledFunction]) -> ReadCalls {
     let mut rest = text.trim_start();
     let mut calls = Vec::new();
     while !rest.is_empty() {
         let mut values = serde_json::Deserializer::from_str(rest).into_iter::<&RawValue>();
         let value = match values.next() {
             Some(Ok(value)) => value,
-            Some(Err(error)) if error.is_eof() => return Body::Incomplete,
-            _ => return Body::Other,
+            Some(Err(error)) if error.is_eof() => return ReadCalls::Incomplete,
+            _ => return ReadCalls::Other,
         };
         let several = match value.get().starts_with('[') {
             true => serde_json::from_str::<Vec<CallText<'_>>>(value.get()),
             false => serde_json::from_str::<CallText<'_>>(value.get()).map(|call| vec![call]),
         };
-        let Ok(several) = several else { return Body::Other };
+        let Ok(several) = several else { return ReadCalls::Other };
         for call in several {
-            let Some(call) = json_call(&call, functions) else { return Body::Other };
+            let Some(call) = json_call(&call, functions) else { return ReadCalls::Other };
             calls.push(call);
         }
         rest = rest[values.byte_offset()..].trim_start();
         rest = rest.strip_prefix([';', ',']).unwrap_or(rest).trim_start();
     }
-    Body::of(Some(calls))
+    ReadCalls::of(Some(calls))
 }
 
-fn json_call(call: &CallText<'_>, functions: &[Function]) -> Option<ToolCall> {
+fn json_call(call: &CallText<'_>, functions: &[CalledFunction]) -> Option<ToolCall> {
     let (name, _) = known(&call.name, functions)?;
     let raw = call.arguments.or(call.parameters).map_or("{}", RawValue::get);
     let arguments = match raw.starts_with('"') {
         // some models write them as a text
-        true => serde_json::from_str::<String>(raw).ok().filter(|text| is_object(text))?,
+        true => serde_json::from_str::<String>(raw).ok().filter(|text| object(text).is_ok())?,
         false => raw.to_owned(),
     };
     arguments.starts_with('{').then(|| ToolCall { name: name.clone(), arguments })
 }
 
-fn is_object(text: &str) -> bool {
-    serde_json::from_str::<Map<String, Value>>(text).is_ok()
+/// Checks that a text is a JSON object. Its numbers may be beyond every machine type.
+fn object(text: &str) -> serde_json::Result<()> {
+    serde_json::from_str::<BTreeMap<String, &RawValue>>(text).map(drop)
 }
 
 /// A call with a JSON object as its arguments.
-fn object_call(name: &str, arguments: &str, functions: &[Function]) -> Body {
+fn object_call(name: &str, arguments: &str, functions: &[CalledFunction]) -> ReadCalls {
     let arguments = arguments.trim();
-    let Some((name, _)) = known(name.trim(), functions) else { return Body::Other };
-    match serde_json::from_str::<Map<String, Value>>(arguments) {
-        Ok(_) => Body::Calls(vec![ToolCall { name: name.clone(), arguments: arguments.to_owned() }]),
-        Err(error) if error.is_eof() && !arguments.is_empty() => Body::Incomplete,
+    let Some((name, _)) = known(name.trim(), functions) else { return ReadCalls::Other };
+    match object(arguments) {
+        Ok(()) => ReadCalls::Calls(vec![ToolCall { name: name.clone(), arguments: arguments.to_owned() }]),
+        Err(error) if error.is_eof() && !arguments.is_empty() => ReadCalls::Incomplete,
         Err(_) if arguments.is_empty() => {
-            Body::Calls(vec![ToolCall { name: name.clone(), arguments: "{}".into() }])
+            ReadCalls::Calls(vec![ToolCall { name: name.clone(), arguments: "{}".into() }])
         }
-        Err(_) => Body::Other,
+        Err(_) => ReadCalls::Other,
     }
 }
 
 /// `name[ARGS]{..}`, several with `[TOOL_CALLS]` between them.
-fn named_calls(text: &str, functions: &[Function]) -> Body {
+fn named_calls(text: &str, functions: &[CalledFunction]) -> ReadCalls {
     if text.trim_start().starts_with('[') {
         return json_calls(text, functions);
     }
@@ -145,51 +147,55 @@ fn named_calls(text: &str, functions: &[Function]) -> Body {
         let Some((name, arguments)) =
             part.split_once("[ARGS]").or_else(|| part.find('{').map(|at| part.split_at(at)))
         else {
-            return Body::Incomplete;
+            return ReadCalls::Incomplete;
         };
         if arguments.trim().is_empty() {
-            return Body::Incomplete;
+            return ReadCalls::Incomplete;
         }
         let name = name.split_once("[CALL_ID]").map_or(name, |(name, _)| name);
         match object_call(name, arguments, functions) {
-            Body::Calls(more) => calls.extend(more),
+            ReadCalls::Calls(more) => calls.extend(more),
             other => return other,
         }
     }
-    Body::of(Some(calls))
+    ReadCalls::of(Some(calls))
 }
 
-fn deep_seek(text: &str, fenced: bool, functions: &[Function]) -> Body {
-    let Some((head, rest)) = text.split_once("<｜tool▁sep｜>") else { return Body::Incomplete };
+fn deep_seek(text: &str, fenced: bool, functions: &[CalledFunction]) -> ReadCalls {
+    let Some((head, rest)) = text.split_once("<｜tool▁sep｜>") else { return ReadCalls::Incomplete };
     // the older form: function, name, arguments in a block
     let fence = "```";
     let Some(start) = rest.find(fence).filter(|_| fenced || head.trim() == "function") else {
         return object_call(head, rest, functions);
     };
     let block = rest[start + fence.len()..].strip_prefix("json").unwrap_or(&rest[start + fence.len()..]);
-    let Some(end) = block.rfind(fence) else { return Body::Incomplete };
+    let Some(end) = block.rfind(fence) else { return ReadCalls::Incomplete };
     object_call(&rest[..start], &block[..end], functions)
 }
 
 /// GLM's calls: a name, then keys and values in turn.
-fn keys_and_values(text: &str, functions: &[Function]) -> Body {
+fn keys_and_values(text: &str, functions: &[CalledFunction]) -> ReadCalls {
     let (name, mut rest) = text.split_at(text.find("<arg_key>").unwrap_or(text.len()));
-    let Some((name, schema)) = known(name.trim(), functions) else { return Body::Other };
+    let Some((name, schema)) = known(name.trim(), functions) else { return ReadCalls::Other };
     let mut arguments = Map::new();
     while let Some(begun) = rest.trim_start().strip_prefix("<arg_key>") {
-        let Some((key, behind)) = begun.split_once("</arg_key>") else { return Body::Incomplete };
-        let Some(behind) = behind.trim_start().strip_prefix("<arg_value>") else { return Body::Incomplete };
-        let Some(end) = end_of_value(behind, "</arg_value>", &["<arg_key>"]) else { return Body::Incomplete };
+        let Some((key, behind)) = begun.split_once("</arg_key>") else { return ReadCalls::Incomplete };
+        let Some(behind) = behind.trim_start().strip_prefix("<arg_value>") else {
+            return ReadCalls::Incomplete;
+        };
+        let Some(end) = end_of_value(behind, "</arg_value>", &["<arg_key>"]) else {
+            return ReadCalls::Incomplete;
+        };
         let key = key.trim();
         arguments.insert(key.to_owned(), typed(schema, key, &behind[..end]));
         rest = &behind[end + "</arg_value>".len()..];
     }
     match rest.trim().is_empty() {
-        true => Body::Calls(vec![ToolCall {
+        true => ReadCalls::Calls(vec![ToolCall {
             name: name.clone(),
             arguments: Value::Object(arguments).to_string(),
         }]),
-        false => Body::Other,
+        false => ReadCalls::Other,
     }
 }
 
@@ -216,19 +222,19 @@ struct Tags {
 }
 
 /// Functions and parameters as tags.
-fn tagged(text: &str, functions: &[Function], tags: &Tags, inner: &Tags) -> Body {
+fn tagged(text: &str, functions: &[CalledFunction], tags: &Tags, inner: &Tags) -> ReadCalls {
     let (mut rest, mut calls) = (text.trim_start(), Vec::new());
     while let Some(begun) = rest.strip_prefix(tags.begin) {
-        let Some((name, behind)) = begun.split_once(tags.name_end) else { return Body::Incomplete };
+        let Some((name, behind)) = begun.split_once(tags.name_end) else { return ReadCalls::Incomplete };
         let Some((name, schema)) = known(name.trim_matches(['"', ' ']), functions) else {
-            return Body::Other;
+            return ReadCalls::Other;
         };
         let mut arguments = Map::new();
         rest = behind.trim_start();
         while let Some(begun) = rest.strip_prefix(inner.begin) {
-            let Some((key, behind)) = begun.split_once(inner.name_end) else { return Body::Incomplete };
+            let Some((key, behind)) = begun.split_once(inner.name_end) else { return ReadCalls::Incomplete };
             let Some(end) = end_of_value(behind, inner.end, &[inner.begin, tags.end]) else {
-                return Body::Incomplete;
+                return ReadCalls::Incomplete;
             };
             // DeepSeek says whether the value is a text
             let (key, is_text) = match key.split_once("\" string=\"") {
@@ -249,19 +255,19 @@ fn tagged(text: &str, functions: &[Function], tags: &Tags, inner: &Tags) -> Body
         }
         let Some(behind) = rest.strip_prefix(tags.end) else {
             return if rest.is_empty() || tags.end.starts_with(rest) || rest.starts_with('<') {
-                Body::Incomplete
+                ReadCalls::Incomplete
             } else {
-                Body::Other
+                ReadCalls::Other
             };
         };
         calls.push(ToolCall { name: name.clone(), arguments: Value::Object(arguments).to_string() });
         rest = behind.trim_start();
     }
     match rest.is_empty() {
-        true if calls.is_empty() => Body::Incomplete,
-        true => Body::Calls(calls),
-        false if calls.is_empty() && tags.begin.starts_with(rest) => Body::Incomplete,
-        false => Body::Other,
+        true if calls.is_empty() => ReadCalls::Incomplete,
+        true => ReadCalls::Calls(calls),
+        false if calls.is_empty() && tags.begin.starts_with(rest) => ReadCalls::Incomplete,
+        false => ReadCalls::Other,
     }
 }
 
@@ -272,7 +278,7 @@ struct PythonText<'a> {
 }
 
 impl<'a> PythonText<'a> {
-    fn calls(mut self, functions: &[Function]) -> Option<Vec<ToolCall>> {
+    fn calls(mut self, functions: &[CalledFunction]) -> Option<Vec<ToolCall>> {
         let mut calls = Vec::new();
         let is_list = self.skip('[');
         loop {
@@ -308,7 +314,7 @@ impl<'a> PythonText<'a> {
         Some(name).filter(|name| !name.is_empty())
     }
 
-    fn call(&mut self, functions: &[Function]) -> Option<ToolCall> {
+    fn call(&mut self, functions: &[CalledFunction]) -> Option<ToolCall> {
         let name = self.name()?;
         let (name, _) = known(&name, functions)?;
         if !self.skip('(') {

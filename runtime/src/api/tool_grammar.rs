@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use std::fmt::Write;
 
-use super::tool_bodies::Function;
+use super::tool_bodies::CalledFunction;
 use super::tool_schema::arguments;
 use crate::model::ToolStyle;
 
@@ -13,7 +13,7 @@ const TEXT: &str = r"/([^<]|<[^\/])*/";
 /// A grammar in Lark's form of one call, or of `several`.
 pub(super) fn calls(
     style: ToolStyle,
-    functions: &[&Function],
+    functions: &[&CalledFunction],
     several: bool,
     is_special: &dyn Fn(&str) -> bool,
 ) -> String {

@@ -1,7 +1,7 @@
 //! Finds the calls of tools in an answer while it is written.
 
 use super::stop::overlap;
-use super::tool_bodies::{self, Body, Function};
+use super::tool_bodies::{self, CalledFunction, ReadCalls};
 use super::tools::{ToolCall, ToolPieces};
 use crate::model::{CallMarks, ToolStyle};
 
@@ -13,7 +13,7 @@ const CLOSES_MAX: usize = 64;
 pub(crate) struct ToolReader {
     style: ToolStyle,
     marks: CallMarks,
-    functions: Vec<Function>,
+    functions: Vec<CalledFunction>,
     parallel: bool,
     /// Text that may be a call, or the beginning of one.
     held: String,
@@ -27,7 +27,7 @@ pub(crate) struct ToolReader {
 }
 
 impl ToolReader {
-    pub(super) fn new(style: ToolStyle, functions: Vec<Function>, parallel: bool) -> Self {
+    pub(super) fn new(style: ToolStyle, functions: Vec<CalledFunction>, parallel: bool) -> Self {
         ToolReader {
             style,
             marks: style.marks(),
@@ -126,7 +126,7 @@ impl ToolReader {
         };
         let (start, end) = (from + found, from + found + self.marks.close.len());
         match tool_bodies::read(self.style, &self.held[open..start], &self.functions) {
-            Body::Calls(calls) => {
+            ReadCalls::Calls(calls) => {
                 self.take_calls(calls, pieces);
                 self.held.drain(..end);
                 if pieces.ended {
@@ -134,13 +134,13 @@ impl ToolReader {
                 }
             }
             // the closing mark may stand in a text
-            Body::Incomplete if self.closes < CLOSES_MAX => {
+            ReadCalls::Incomplete if self.closes < CLOSES_MAX => {
                 self.closes += 1;
                 self.searched = end;
                 return true;
             }
             // another call may begin behind the mark
-            Body::Incomplete | Body::Other => {
+            ReadCalls::Incomplete | ReadCalls::Other => {
                 let text = self.marks.open;
                 self.held.drain(..text.len());
                 self.add_text(text, pieces);
@@ -186,7 +186,7 @@ impl ToolReader {
         };
         let inside = inside.filter(is_whole);
         let read = inside.map(|inside| tool_bodies::read(self.style, inside, &self.functions));
-        if let Some(Body::Calls(calls)) = read {
+        if let Some(ReadCalls::Calls(calls)) = read {
             self.take_calls(calls, &mut pieces);
             pieces.ended = false;
             return pieces;

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::errors::ApiError;
 use super::fields::{Fields, wrong_type};
-use super::tool_bodies::Function;
+use super::tool_bodies::CalledFunction;
 use super::tool_grammar;
 use super::tool_reader::ToolReader;
 use super::tool_schema::of_objects;
@@ -40,7 +40,7 @@ pub(crate) struct Tools {
     /// The client's array, for the template.
     pub(crate) given: Value,
     /// Each function's name and the JSON schema of its arguments.
-    functions: Vec<Function>,
+    functions: Vec<CalledFunction>,
     choice: ToolChoice,
     /// Whether an answer may have several calls.
     parallel: bool,
@@ -89,7 +89,7 @@ impl Tools {
     pub(crate) fn grammar(&self, style: ToolStyle, is_special: &dyn Fn(&str) -> bool) -> Option<Grammar> {
         let named = |name: &str| matches!(&self.choice, ToolChoice::Named(wanted) if wanted == name);
         let may = |name: &str| self.choice == ToolChoice::Required || named(name);
-        let called: Vec<&Function> = self.functions.iter().filter(|(name, _)| may(name)).collect();
+        let called: Vec<&CalledFunction> = self.functions.iter().filter(|(name, _)| may(name)).collect();
         if called.is_empty() {
             return None;
         }

@@ -5,7 +5,7 @@ use super::answers::Drawn;
 use super::directory::Directory;
 use super::identity::Identity;
 use super::messages::{EndNotice, FromWorker, Order, Report};
-use super::transfers::{Room, Transferred};
+use super::transfers::{ReceiverRoom, Transferred};
 use super::watch::KvLinks;
 use crate::env::SharedEnv;
 use crate::front::{Decision, Front, Placed};
@@ -342,7 +342,7 @@ impl Coordinator {
                 self.admitted(by(request, attempt), tokens_cached);
             }
             FromWorker::Reserved { request, attempt, lacking, landing } => {
-                let room = Room { lacking, landing };
+                let room = ReceiverRoom { lacking, landing };
                 self.transfer(Transferred::Reserved { by: by(request, attempt), room });
             }
             FromWorker::Kept { request } => self.transfer(Transferred::Kept { request }),

@@ -3,7 +3,7 @@
 use super::compiled::{BegunGrammar, CompiledFor};
 use super::fault::{self, Fault, Outcome, Scope};
 use super::messages::{FromWorker, HandOff, Job, Order, ToWorker, Transfer};
-use super::receiver::Expected;
+use super::receiver::ExpectedKv;
 use super::shaping::Shaping;
 use super::spans::WorkPhase;
 use super::tiers::InstanceTiers;
@@ -213,7 +213,7 @@ impl Worker {
         let Job { request, attempt, wanted, .. } = job;
         let shaping = Shaping::new(&wanted, begun);
         let phase = WorkPhase::Prompt(self.env.now());
-        let expected = sender.map(|(transfer, source)| Expected { attempt, transfer, source });
+        let expected = sender.map(|(transfer, source)| ExpectedKv { attempt, transfer, source });
         self.active.insert(request, Active { attempt, wanted, shaping, expected, phase });
         (urgency, text)
     }

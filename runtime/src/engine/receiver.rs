@@ -17,7 +17,7 @@ use std::collections::HashMap;
 
 /// KV that a sequence will get.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Expected {
+pub(super) struct ExpectedKv {
     /// The number of the request's placement.
     pub(super) attempt: u32,
     pub(super) transfer: Transfer,
@@ -40,8 +40,9 @@ struct Incoming {
 }
 
 impl Incoming {
-    fn new(expected: Expected, lacking: Lacking, layers: u32) -> Self {
-        let Expected { attempt, transfer, source: PrefixSource { holder: sender, until: length } } = expected;
+    fn new(expected: ExpectedKv, lacking: Lacking, layers: u32) -> Self {
+        let ExpectedKv { attempt, transfer, source: PrefixSource { holder: sender, until: length } } =
+            expected;
         let (settled, valid) = (Coverage::new(layers), length);
         Incoming { attempt, sender, transfer, lacking, length, layers, settled, valid, next: None }
     }
@@ -121,7 +122,7 @@ impl Incoming {
 }
 
 /// What came of the KV that a sequence waited for.
-struct Arrived {
+struct CompleteKv {
     sender: InstanceId,
     attempt: u32,
     /// The leading tokens whose KV is here.
@@ -159,7 +160,7 @@ impl KvReceiver {
     fn expect(
         &mut self,
         request: RequestId,
-        expected: Expected,
+        expected: ExpectedKv,
         lacking: Lacking,
         layers: u32,
     ) -> Result<Landing> {
@@ -248,7 +249,7 @@ impl KvReceiver {
     }
 
     /// Takes what a sequence waited for, once nothing more of it will come.
-    fn take_arrived(&mut self, request: RequestId) -> Option<Arrived> {
+    fn take_arrived(&mut self, request: RequestId) -> Option<CompleteKv> {
         let (tokens_valid, next) = self.incoming.get(&request)?.complete()?;
         let Incoming { sender, attempt, transfer, lacking, length, .. } = self.incoming.remove(&request)?;
         if tokens_valid < length {
@@ -257,7 +258,7 @@ impl KvReceiver {
         if transfer == Transfer::Prefix {
             self.metrics.kv_pulled_tokens.inc_by(tokens_valid.saturating_sub(lacking.from).into());
         }
-        Some(Arrived { sender, attempt, tokens_valid, next })
+        Some(CompleteKv { sender, attempt, tokens_valid, next })
     }
 
     /// Stops waiting for KV of a request that is gone.
@@ -339,7 +340,7 @@ impl Worker {
         let Some(expected) = self.active.get(&request).and_then(|active| active.expected) else {
             return Ok(());
         };
-        let Expected { attempt, transfer, source: PrefixSource { holder, until } } = expected;
+        let ExpectedKv { attempt, transfer, source: PrefixSource { holder, until } } = expected;
         let lacking = match transfer {
             Transfer::HandOff => self.kv.lacking(tokens_cached, until),
             Transfer::Prefix => Lacking::all(tokens_cached),
@@ -363,7 +364,7 @@ impl Worker {
             return Ok(());
         }
         let Some(arrived) = self.receiver.take_arrived(request) else { return Ok(()) };
-        let Arrived { sender, attempt, tokens_valid, next } = arrived;
+        let CompleteKv { sender, attempt, tokens_valid, next } = arrived;
         if let (Some(text), Some(next)) = (self.machine.text_mut(request), next) {
             text.push(next);
         }
@@ -386,9 +387,9 @@ mod tests {
         PieceId { layer, first, tokens, retries: 0 }
     }
 
-    fn expected() -> Expected {
+    fn expected() -> ExpectedKv {
         let source = PrefixSource { holder: SENDER, until: 16 };
-        Expected { attempt: 0, transfer: Transfer::HandOff, source }
+        ExpectedKv { attempt: 0, transfer: Transfer::HandOff, source }
     }
 
     fn handed_off() -> Incoming {

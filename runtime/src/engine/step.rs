@@ -440,8 +440,9 @@ fn input_of<'a>(
     machine: &'a Instance<TokenIds>,
     active: &'a HashMap<RequestId, Active>,
     &StepSequence { request, start, tokens, sample }: &StepSequence,
-    (block_tokens, block_pages): (u32, u32),
+    block: (u32, u32),
 ) -> StepInput<'a> {
+    let (block_tokens, block_pages) = block;
     let end = start + tokens;
     let pages = &machine.pages(request)[..(end.div_ceil(block_tokens) * block_pages) as usize];
     let ids = machine.text(request).map_or(&[][..], TokenIds::ids);

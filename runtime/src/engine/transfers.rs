@@ -11,13 +11,13 @@ use mixfleet_scheduler::fleet::{Event, InstanceId};
 use mixfleet_scheduler::transfer::{self, Action, Reporter};
 
 /// The room of an instance for KV that another one sends.
-pub(super) struct Room {
+pub(super) struct ReceiverRoom {
     pub(super) lacking: Lacking,
     pub(super) landing: Landing,
 }
 
 /// An input of the transfer machine.
-pub(super) type Transferred = transfer::Event<Room, Drawn>;
+pub(super) type Transferred = transfer::Event<ReceiverRoom, Drawn>;
 
 impl Coordinator {
     /// Tells the transfer machine an event, and carries out its actions.
@@ -27,7 +27,7 @@ impl Coordinator {
         actions.into_iter().for_each(|action| self.carry_out(action));
     }
 
-    fn carry_out(&mut self, action: Action<Room, Drawn>) {
+    fn carry_out(&mut self, action: Action<ReceiverRoom, Drawn>) {
         match action {
             Action::Add { to, hand_off, pull } => {
                 let Some(job) = self.job(to) else { return };
@@ -91,8 +91,8 @@ impl Coordinator {
     }
 
     /// What a sender is told of a receiver; none if one of them is lost.
-    fn hand_off(&self, sender: Reporter, to: InstanceId, room: Room) -> Option<HandOff> {
-        let Room { lacking, landing } = room;
+    fn hand_off(&self, sender: Reporter, to: InstanceId, room: ReceiverRoom) -> Option<HandOff> {
+        let ReceiverRoom { lacking, landing } = room;
         let wire = self.wire(sender.instance, to)?;
         Some(HandOff { attempt: sender.attempt, lacking, to, landing, wire })
     }

@@ -10,7 +10,7 @@ use super::health::HealthWatch;
 use super::loading::BlockLoad;
 use super::messages::{FromPeer, FromWorker, Report, ToWorker, Transfer};
 use super::pages::{InstanceKv, SequenceKv};
-use super::receiver::{Expected, KvReceiver};
+use super::receiver::{ExpectedKv, KvReceiver};
 use super::sender::{EndedTransfer, KvSender, SEND_POLL_INTERVAL};
 use super::shaping::Shaping;
 use super::spans::WorkPhase;
@@ -52,7 +52,7 @@ pub(super) struct Active {
     /// What changes its logits; none if nothing does.
     pub(super) shaping: Option<Shaping>,
     /// KV of it that another instance will send.
-    pub(super) expected: Option<Expected>,
+    pub(super) expected: Option<ExpectedKv>,
     /// What is done for it now.
     pub(super) phase: WorkPhase,
 }

@@ -90,7 +90,7 @@ impl Router {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::messages::{Job, Order};
+    use crate::engine::messages::{Job, Lacking, Landing, Order};
     use crate::engine::{EngineConfig, Identity};
     use crate::env::{Env, Listener, SeededEnv, Task};
     use crate::metrics::Metrics;
@@ -304,6 +304,10 @@ mod tests {
             let Some(Command { order: Order::Reserve { job, .. }, .. }) = worker.incoming.recv().await else {
                 panic!("its decode instance was not asked first")
             };
+            let (request, attempt) = (job.request, job.attempt);
+            let landing = Landing { regions: Vec::new(), slots: 1, slot_bytes: 1 };
+            let message = FromWorker::Reserved { request, attempt, lacking: Lacking::all(0), landing };
+            worker.out.send(InstanceReport { instance: InstanceId(1), message }).unwrap();
             for (instance, index) in [(1, 1), (1, 2), (0, 0)] {
                 env.sleep(Duration::from_secs(1)).await;
                 worker.out.send(drawn(&job, instance, index)).unwrap();

@@ -100,6 +100,6 @@ fn an_engine_that_is_slower_than_declared_gets_few_requests() {
         assert_eq!(after[0] + after[1] - before[0] - before[1], 56);
         after[0] - before[0]
     });
-    println!("{to_slow} of 56 requests went to the slow engine");
+    eprintln!("{to_slow} of 56 requests went to the slow engine");
     assert!(to_slow <= 12, "{to_slow}");
 }

@@ -147,13 +147,13 @@ pub struct Conversation<'a> {
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
     environment: Arc<Environment<'static>>,
-    sources: Arc<Sources>,
+    sources: Arc<TemplateSources>,
     tool_style: Option<ToolStyle>,
 }
 
 /// What a template is made of.
 #[derive(Clone, Debug)]
-struct Sources {
+struct TemplateSources {
     default: String,
     /// The template of requests with tools, where that is another one.
     tool_use: Option<String>,
@@ -182,7 +182,7 @@ impl ChatTemplate {
         };
         let tool_use = text_if_present(&directory.join(TOOL_TEMPLATE_FILE))?.or(named);
         let Some(default) = default else { return Ok(None) };
-        Self::of(Sources { default, tool_use, tokens: special_tokens(&object) }).map(Some)
+        Self::of(TemplateSources { default, tool_use, tokens: special_tokens(&object) }).map(Some)
     }
 
     /// Compiles a template.
@@ -193,10 +193,10 @@ impl ChatTemplate {
         let tokens = [("bos_token", bos_token), ("eos_token", eos_token)];
         let tokens =
             tokens.into_iter().filter_map(|(name, token)| token.map(|token| (name.to_owned(), token)));
-        Self::of(Sources { default: source.to_owned(), tool_use: None, tokens: tokens.collect() })
+        Self::of(TemplateSources { default: source.to_owned(), tool_use: None, tokens: tokens.collect() })
     }
 
-    fn of(sources: Sources) -> Result<Self> {
+    fn of(sources: TemplateSources) -> Result<Self> {
         let mut environment = jinja::environment().map_err(template_error)?;
         let named = [(DEFAULT_TEMPLATE, Some(&sources.default)), (TOOL_TEMPLATE, sources.tool_use.as_ref())];
         for (name, source) in named {
@@ -211,7 +211,7 @@ impl ChatTemplate {
 
     /// The source text of all templates.
     pub(super) fn source(&self) -> String {
-        let Sources { default, tool_use, .. } = &*self.sources;
+        let TemplateSources { default, tool_use, .. } = &*self.sources;
         [default.as_str(), tool_use.as_deref().unwrap_or_default()].concat()
     }
 
@@ -220,9 +220,13 @@ impl ChatTemplate {
     /// # Errors
     /// When that is not valid Jinja.
     pub(super) fn changed(&self, change: &dyn Fn(&str) -> String) -> Result<Self> {
-        let Sources { default, tool_use, tokens } = &*self.sources;
+        let TemplateSources { default, tool_use, tokens } = &*self.sources;
         let tokens = tokens.iter().map(|(name, token)| (name.clone(), change(token))).collect();
-        Self::of(Sources { default: change(default), tool_use: tool_use.as_deref().map(change), tokens })
+        Self::of(TemplateSources {
+            default: change(default),
+            tool_use: tool_use.as_deref().map(change),
+            tokens,
+        })
     }
 
     /// How the model calls tools; none if its template knows none.

@@ -55,3 +55,22 @@ fn a_folder_without_weights_says_what_is_there_instead() {
     std::fs::remove_file(directory.join("model-00001-of-00002.safetensors")).expect("removed");
     assert_says(&error(), &["--random-weights"]);
 }
+
+#[test]
+fn a_share_of_a_repeating_checkpoint_is_that_of_the_whole() {
+    let checkpoint = variant("llama3").repeating().expect("a checkpoint");
+    let whole = MemoryDevice::new(false, 64);
+    let share = &checkpoint.config.divided(2).expect("shares").shares()[1].clone();
+    let weights = checkpoint.place_share(&whole, share, &mut |_, _| {}).expect("placed").expect("weights");
+    let location = &checkpoint.tensors["model.layers.0.mlp.down_proj.weight"];
+    let stored = checkpoint.bytes("model.layers.0.mlp.down_proj.weight").expect("stored");
+    let cyclic = stored.iter().copied().cycle().take(location.bytes() as usize).collect::<Vec<u8>>();
+    let (width, element) = (location.shape[1] as usize, location.dtype.size_bytes() as usize);
+    let columns = share.inner.start as usize * element..share.inner.end as usize * element;
+    let expected: Vec<u8> =
+        cyclic.chunks_exact(width * element).flat_map(|row| row[columns.clone()].to_vec()).collect();
+    let tensor = weights.get(0, Weight::Down).expect("an MLP");
+    let mut bytes = vec![0; tensor.slice.bytes as usize];
+    whole.read(&tensor.slice, &mut bytes).expect("read");
+    assert!(bytes == expected);
+}

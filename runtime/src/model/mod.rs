@@ -47,9 +47,9 @@ mod step;
 mod strftime;
 mod template_limits;
 mod tiktoken;
-mod tool_style;
 pub mod tokenizer;
 mod tokenizer_config;
+mod tool_style;
 mod unread;
 #[cfg(any(test, feature = "testing"))]
 pub mod variants;
@@ -64,8 +64,9 @@ pub use load::{Checkpoint, HostTensor};
 #[cfg(any(test, feature = "testing"))]
 pub use oracle::Oracle;
 pub use random::RandomCheckpoint;
-pub use tool_style::{CallIds, CallMarks, ListMarks, ToolStyle};
+pub use strftime::utc_day;
 pub use tokenizer::{TokenStream, Tokenizer};
+pub use tool_style::{CallIds, CallMarks, ListMarks, ToolStyle};
 pub use weights::{Tensor, Weights};
 
 #[cfg(test)]

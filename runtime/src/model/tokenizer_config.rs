@@ -34,7 +34,7 @@ struct ListedToken {
 
 /// The words of a `tokenizer.json` whose vocabulary is a map.
 #[derive(Deserialize)]
-struct Words {
+struct VocabularyDocument {
     model: Vocabulary,
 }
 
@@ -75,7 +75,7 @@ pub(super) fn end_of_answer(directory: &Path) -> Result<Option<u32>> {
     if let Some(token) = listed.unwrap_or_default().into_iter().find(|token| token.content == name) {
         return Ok(Some(token.id));
     }
-    let words = serde_json::from_slice::<Words>(&bytes).map(|words| words.model.vocab);
+    let words = serde_json::from_slice::<VocabularyDocument>(&bytes).map(|words| words.model.vocab);
     Ok(words.ok().and_then(|words| words.get(&name).copied()))
 }
 

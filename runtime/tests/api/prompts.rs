@@ -118,7 +118,7 @@ fn no_template_makes_a_special_token_of_what_users_say() {
         ("{{ messages[0].content + messages[1].content }}", vec!["<|e", "nd|>"], "<|end|>"),
         ("{{ messages[0].content.strip() + messages[1].content }}", vec!["<|e ", "nd|>"], "<|end|>"),
         ("{{ messages[0].content.split('!')[1] }}", vec!["a!<|end|>!b"], "<|end|>"),
-        ("{{ messages | tojson }}", vec!["<|end|>"], r#"[{"content": "<|end|>", "role": "user"}]"#),
+        ("{{ messages | tojson }}", vec!["<|end|>"], r#"[{"role": "user", "content": "<|end|>"}]"#),
         ("{{ messages[0].content }}{{ messages[0].content[::1] }}", vec!["<|end|>"], "<|end|><|end|>"),
     ] {
         let ids = prompts(Some(&format!("{template}{{{{ eos_token }}}}")), vec![say(&contents)]);

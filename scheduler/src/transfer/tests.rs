@@ -3,7 +3,6 @@
 
 use super::*;
 use proptest::prelude::*;
-use proptest::test_runner::RngSeed;
 use std::collections::VecDeque;
 
 const INSTANCES: u32 = 4;
@@ -457,7 +456,7 @@ fn run(choices: &[u16]) -> World {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { rng_seed: RngSeed::Fixed(50), ..ProptestConfig::with_cases(400) })]
+    #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
     fn requests_end_once_and_leave_nothing_reserved(choices in prop::collection::vec(any::<u16>(), 0..600)) {

@@ -54,7 +54,7 @@ fn compare(args: &CompareArgs) -> Result<PartsComparison> {
         ..model_demand(args)?
     };
     let list = args.prices.as_deref().map(prices::read).transpose()?.unwrap_or_default();
-    let pick = if args.least { Pick::Least } else { Pick::Median };
+    let pick = if args.least { PricePick::Least } else { PricePick::Median };
     let model = ComparedModel { name: &args.model, shape: &demand.shape };
     let mut devices = devices::resolve(&args.parts, &args.profile, &model, |name| {
         Selection { spot: args.spot, pick }.price_or_reference(name, &list.offers)

@@ -110,11 +110,11 @@ impl PlanLoad {
     ///
     /// # Errors
     /// When it cannot be read, and when all requests of a size are beyond the model's context.
-    pub(super) fn read(args: &PlanArgs, source: LoadSource<'_>, model: &KnownModel) -> Result<Self> {
+    pub(super) fn read(args: &PlanArgs, source: PlanLoadSource<'_>, model: &KnownModel) -> Result<Self> {
         let load = match source {
-            LoadSource::Trace(path) => Self::of_trace(args, path, model)?,
-            LoadSource::Workload(path) => Self::of_workload(args, path)?,
-            LoadSource::Rate(rate, size) => Self::of_rate(args, rate, size),
+            PlanLoadSource::Trace(path) => Self::of_trace(args, path, model)?,
+            PlanLoadSource::Workload(path) => Self::of_workload(args, path)?,
+            PlanLoadSource::Rate(rate, size) => Self::of_rate(args, rate, size),
         };
         let rows = load.workload.iter().map(|row| [row.input_tokens, row.output_tokens]);
         let first = load.requests.first().map(|request| [request.prompt_tokens, request.output_tokens]);

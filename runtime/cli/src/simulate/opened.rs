@@ -1,8 +1,8 @@
 //! A fleet and a load of the command line, ready to be simulated.
 
 use super::args::SimulateArgs;
-use super::subject::Simulated;
-use super::watch::Watch;
+use super::subject::SimulationSubject;
+use super::watch::RunWatch;
 use crate::own_devices;
 use crate::prices::PriceList;
 use crate::scheduling::SchedulingArgs;
@@ -81,8 +81,14 @@ impl<'a> OpenedFleet<'a> {
         })
     }
 
-    /// Simulates a load on `setup`. Requests beyond the model's context are rejected on arrival, as engines do.
-    pub(super) fn play(&self, load: &mut LoadSource, setup: &Setup, watch: &mut Watch) -> Result<Results> {
+    /// Simulates a load on `setup`. Requests beyond the model's context are rejected on arrival, as engines
+    /// do.
+    pub(super) fn play(
+        &self,
+        load: &mut RequestSource,
+        setup: &Setup,
+        watch: &mut RunWatch,
+    ) -> Result<Results> {
         let context = self.context();
         let mut refused = HashSet::new();
         let fitting = |item: Result<Request, TraceError>| {
@@ -102,13 +108,13 @@ impl<'a> OpenedFleet<'a> {
             Some(Ok(request))
         };
         let mut results = match load {
-            LoadSource::Recorded(run) => simulate(setup, run.trace(), watch)?,
-            LoadSource::Trace(trace) => {
+            RequestSource::Recorded(run) => simulate(setup, run.trace(), watch)?,
+            RequestSource::Trace(trace) => {
                 let blocks = trace.block_tokens().unwrap_or(self.file.kv.block_tokens);
                 let requests = self.args.replay.play(trace, self.scheduling.seed).filter_map(fitting);
                 simulate(setup, requests.rechain(blocks, self.file.kv.block_tokens), watch)?
             }
-            LoadSource::Loop(load) => simulate(setup, load.requests().filter_map(fitting), watch)?,
+            RequestSource::Loop(load) => simulate(setup, load.requests().filter_map(fitting), watch)?,
         };
         results.reject(BEYOND_CONTEXT, refused.len() as u64);
         Ok(results)

@@ -2,8 +2,8 @@
 
 use super::additions::Additions;
 use super::args::SimulateArgs;
-use super::history::History;
-use super::opened::{BEYOND_CONTEXT, LoadSource, OpenedFleet};
+use super::history::RunHistory;
+use super::opened::{BEYOND_CONTEXT, OpenedFleet, RequestSource};
 use super::page::{Subject, page};
 use super::timeline::TimelineFile;
 use super::unmet::Unmet;

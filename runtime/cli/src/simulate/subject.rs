@@ -40,8 +40,8 @@ pub(super) struct SimulationSubject {
 #[derive(Debug, Serialize)]
 pub(super) struct SimulatedPool {
     pub(super) name: String,
-    /// The catalog's id of the part, or the selector of a device of this machine; `None` where a file describes
-    /// the device.
+    /// The catalog's id of the part, or the selector of a device of this machine; `None` where a file
+    /// describes the device.
     pub(super) device: Option<String>,
     pub(super) role: Role,
     pub(super) instances: u32,

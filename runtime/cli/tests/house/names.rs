@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 
 /// Names that more than one type has, each with the reason.
 const HOMONYMS: &[(&str, &str)] = &[
-    ("Action", "the two machines of the scheduler have one form; it is written with its module"),
+    ("Action", "the machines of the scheduler have one form; it is written with its module"),
     ("Connector", "with and without TLS; a build has one of them"),
     ("EndSignals", "of Unix and of other systems; a build has one of them"),
     ("Error", "each crate has one; it is written with its crate or module"),
-    ("Event", "the two machines of the scheduler have one form; it is written with its module"),
+    ("Event", "the machines of the scheduler have one form; it is written with its module"),
     ("Instance", "the two machines of the scheduler each describe one; it is written with its module"),
     ("Result", "each crate has one; it is written with its crate or module"),
 ];
@@ -26,7 +26,6 @@ const REPEATED: &[(&str, usize)] = &[
     ("ChatMessage", 2),
     ("Class", 2),
     ("Conversation", 2),
-    ("Copy", 2),
     ("Decoder", 2),
     ("Demand", 2),
     ("Drawn", 3),
@@ -76,9 +75,7 @@ const REPEATED: &[(&str, usize)] = &[
     ("Seat", 5),
     ("Segment", 2),
     ("Shared", 2),
-    ("Source", 2),
     ("Spread", 2),
-    ("Stage", 2),
     ("State", 5),
     ("Store", 2),
     ("Stream", 2),

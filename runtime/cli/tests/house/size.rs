@@ -16,14 +16,14 @@ const LINES: &[(&str, usize)] = &[
     ("backends/wire", 6469),
     ("hal", 5952),
     ("hwtests", 12_390),
-    ("runtime", 33_630),
-    ("runtime/cli", 15_088),
+    ("runtime", 38_730),
+    ("runtime/cli", 15_435),
     ("runtime/engines", 2997),
     ("runtime/fuzz", 1194),
     ("runtime/planner", 1216),
     ("runtime/report", 754),
-    ("runtime/sim", 8108),
-    ("scheduler", 15_714),
+    ("runtime/sim", 8291),
+    ("scheduler", 16_292),
 ];
 
 /// One in so many lines that went is left to grow again before the budget must fall.

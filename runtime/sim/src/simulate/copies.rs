@@ -3,7 +3,7 @@
 use super::agenda::{LentPrefix, Next};
 use super::engine::{Message, with_answer};
 use super::flight::Flight;
-use super::transfers::Transferred;
+use super::transfers::SimulatedTransfer;
 use super::{KV, World};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::{Bytes, Seconds};
@@ -120,6 +120,6 @@ impl World<'_> {
         let request = COPY | self.copies.asked;
         let source = PrefixSource { holder: from, until: to_u32(hashes.len()) * self.setup.block_tokens };
         self.copies.chains.insert(request, hashes.into());
-        self.transfer(Transferred::CopyWanted { request, source, to });
+        self.transfer(SimulatedTransfer::CopyWanted { request, source, to });
     }
 }

@@ -52,7 +52,7 @@ use results::{Ledger, Reused};
 use routers::RouterMachines;
 use spare::SpareSharing;
 use timeline::Timeline;
-use transfers::Transferred;
+use transfers::SimulatedTransfer;
 
 /// Largest fleet in which every step is reported before a decision. In larger ones decisions use what
 /// instances reported when they last began something else: arrivals interrupt a run of decode steps every
@@ -241,7 +241,7 @@ impl<'a> World<'a> {
             Next::Pulled { from, prefix } => self.pulled(from, prefix),
             Next::Reserved { instance, request, attempt, held_tokens: room } => {
                 let by = Reporter { instance: InstanceId(instance), request, attempt };
-                self.transfer(Transferred::Reserved { by, room });
+                self.transfer(SimulatedTransfer::Reserved { by, room });
             }
             Next::TakenOver { request, attempt } if self.is_current(request, attempt) => {
                 if let Some(prefill) = self.transfers.place(request).map(|place| place.prefill) {
@@ -250,7 +250,7 @@ impl<'a> World<'a> {
             }
             Next::Revoked { instance, request, attempt } => {
                 let by = Reporter { instance: InstanceId(instance), request, attempt };
-                self.transfer(Transferred::Revoked { by });
+                self.transfer(SimulatedTransfer::Revoked { by });
             }
             // It belongs to a place that the request has lost.
             Next::Landed { .. } | Next::Loaded { .. } | Next::TakenOver { .. } => {}
@@ -350,13 +350,13 @@ impl<'a> World<'a> {
                         flight.urgency = urgency;
                     }
                     let pull = PrefixSource::of(pull, &explanation);
-                    self.transfer(Transferred::Placed { request, prefill, decode, pull });
+                    self.transfer(SimulatedTransfer::Placed { request, prefill, decode, pull });
                 }
                 Action::Reject { reason, .. } => {
                     self.ledger.rejected(&reason);
                     self.timeline.rejected += 1;
                     let session = self.flights.remove(request).and_then(|flight| flight.session);
-                    self.transfer(Transferred::Cancelled { request });
+                    self.transfer(SimulatedTransfer::Cancelled { request });
                     self.goes_on(session, request);
                 }
                 Action::Replicate { .. } => copies.push(action),
@@ -435,7 +435,7 @@ impl<'a> World<'a> {
                     let attempt = self.transfers.attempt(request);
                     self.schedule(self.now_s, Next::Revoked { instance, request, attempt });
                 }
-                Outcome::Kept { request } => self.transfer(Transferred::Kept { request }),
+                Outcome::Kept { request } => self.transfer(SimulatedTransfer::Kept { request }),
                 Outcome::Preempted => self.ledger.preemptions += 1,
                 Outcome::Sends { request, tokens, step_s } => {
                     let to = self.transfers.place(request).map(|place| place.decode.0);
@@ -451,7 +451,7 @@ impl<'a> World<'a> {
                 Outcome::Joined { request, attempt } => {
                     if self.is_current(request, attempt) {
                         let at = Seconds(self.now_s);
-                        self.transfer(Transferred::Joined { request, instance: id, at });
+                        self.transfer(SimulatedTransfer::Joined { request, instance: id, at });
                     }
                 }
                 Outcome::Prefilled { request } => self.prefilled(instance, request),
@@ -480,7 +480,7 @@ impl<'a> World<'a> {
         self.routers.began(self.now_s, request, known);
         let (instance_id, attempt) = (InstanceId(instance), self.transfers.attempt(request));
         let by = Reporter { instance: instance_id, request, attempt };
-        self.transfer(Transferred::Admitted { by });
+        self.transfer(SimulatedTransfer::Admitted { by });
         if to != instance && known > held {
             let target = HandOffTarget::new(length, held, &self.setup.instances[to as usize].spec);
             let sent = target.tokens_sent(&(0..known));
@@ -509,7 +509,7 @@ impl<'a> World<'a> {
         }
         let attempt = self.transfers.attempt(request);
         let by = Reporter { instance: InstanceId(instance), request, attempt };
-        self.transfer(Transferred::Drawn { by, index, token: (), at: Seconds(now_s) });
+        self.transfer(SimulatedTransfer::Drawn { by, index, token: (), at: Seconds(now_s) });
         self.tell(Event::PrefillDone { request, instance: InstanceId(instance) });
         if self.actions.drain(..).any(|action| matches!(action, Action::Drop { .. })) {
             let cost = &self.setup.instances[instance as usize].spec.cost;
@@ -517,7 +517,7 @@ impl<'a> World<'a> {
             self.timeline.pools[self.engines[decode as usize].pool() as usize].dropped += 1;
             let session = self.flights.remove(request).and_then(|flight| flight.session);
             self.goes_on(session, request);
-            self.transfer(Transferred::Cancelled { request });
+            self.transfer(SimulatedTransfer::Cancelled { request });
         } else if decode != instance && complete {
             // An answer of one token ends with its prefill.
             self.send(instance, Message::LetGo { request });
@@ -539,7 +539,7 @@ impl<'a> World<'a> {
     /// Completes an answer, whose last token `instance` drew, with its gaps since its last placement.
     fn end(&mut self, instance: u32, request: u64, gaps: Vec<Gaps>) {
         let decode = self.transfers.place(request).map(|place| place.decode);
-        self.transfer(Transferred::Finished { request, instance: InstanceId(instance), knows: true });
+        self.transfer(SimulatedTransfer::Finished { request, instance: InstanceId(instance), knows: true });
         if let (Some(mut flight), Some(decode)) = (self.flights.remove(request), decode) {
             let mut gaps = gaps;
             if !flight.gaps.is_empty() {

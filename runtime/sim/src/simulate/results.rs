@@ -453,7 +453,7 @@ impl Ledger {
             kv_bytes_moved: moved.collect(),
             replicated: (setup.fleet.replicate.is_some()
                 || setup.instances.iter().any(|i| i.spec.role.keeps()))
-            .then(|| copies.sent),
+            .then_some(copies.sent),
             usd_rent,
             usd_busy,
             usd_rent_per_million_tokens: per_million(usd_rent),

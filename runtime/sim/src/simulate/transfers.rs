@@ -13,11 +13,11 @@ use mixfleet_scheduler::transfer::{self, Action, PrefixSource, Reporter};
 
 /// An input of the transfer machine: of room only the tokens are told that are there, and tokens have no
 /// content.
-pub(super) type Transferred = transfer::Event<u32, ()>;
+pub(super) type SimulatedTransfer = transfer::Event<u32, ()>;
 
 impl World<'_> {
     /// Tells the transfer machine an event, and carries out its actions.
-    pub(super) fn transfer(&mut self, event: Transferred) {
+    pub(super) fn transfer(&mut self, event: SimulatedTransfer) {
         let mut actions = std::mem::take(&mut self.transferred);
         self.transfers.step(event, &mut actions);
         actions.drain(..).for_each(|action| self.carry_out(action));

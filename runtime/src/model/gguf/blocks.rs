@@ -348,10 +348,11 @@ fn scales_of_q3(packed: &[u8]) -> [u8; 16] {
 pub(super) fn rows_of(
     kind: GgmlKind,
     bytes: &[u8],
-    (rows, columns): (usize, usize),
+    size: (usize, usize),
     part: BlockPart,
     order: impl Fn(usize) -> usize,
 ) -> Vec<u8> {
+    let (rows, columns) = size;
     let row_bytes = columns / usize::try_from(kind.columns()).unwrap_or(1) * kind.bytes();
     let mut out = Vec::new();
     for row in 0..rows {

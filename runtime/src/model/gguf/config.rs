@@ -10,19 +10,19 @@ use mixfleet_hal::cast::to_f32;
 use serde_json::{Map, Value, json};
 
 /// A supported architecture, and the `model_type` that it is here.
-struct Architecture {
+struct GgufArchitecture {
     name: &'static str,
     model_type: &'static str,
     /// The `model_type` if it has experts; none if it never does.
     with_experts: Option<&'static str>,
 }
 
-const ARCHITECTURES: [Architecture; 5] = [
-    Architecture { name: "llama", model_type: "llama", with_experts: Some("mixtral") },
-    Architecture { name: "qwen2", model_type: "qwen2", with_experts: None },
-    Architecture { name: "qwen3", model_type: "qwen3", with_experts: None },
-    Architecture { name: "qwen2moe", model_type: "qwen2_moe", with_experts: Some("qwen2_moe") },
-    Architecture { name: "qwen3moe", model_type: "qwen3_moe", with_experts: Some("qwen3_moe") },
+const ARCHITECTURES: [GgufArchitecture; 5] = [
+    GgufArchitecture { name: "llama", model_type: "llama", with_experts: Some("mixtral") },
+    GgufArchitecture { name: "qwen2", model_type: "qwen2", with_experts: None },
+    GgufArchitecture { name: "qwen3", model_type: "qwen3", with_experts: None },
+    GgufArchitecture { name: "qwen2moe", model_type: "qwen2_moe", with_experts: Some("qwen2_moe") },
+    GgufArchitecture { name: "qwen3moe", model_type: "qwen3_moe", with_experts: Some("qwen3_moe") },
 ];
 
 /// Factors that divide the frequencies of rope (Llama 3).
@@ -71,12 +71,12 @@ const UNSUPPORTED: [&str; 37] = [
 ];
 
 /// Access to the keys of an architecture.
-struct Keys<'a> {
+struct ArchitectureKeys<'a> {
     gguf: &'a GgufFile,
     architecture: &'a str,
 }
 
-impl Keys<'_> {
+impl ArchitectureKeys<'_> {
     fn key(&self, name: &str) -> String {
         format!("{}.{name}", self.architecture)
     }
@@ -109,7 +109,7 @@ pub(in super::super) fn config(gguf: &GgufFile, bytes: Option<&[u8]>) -> Result<
         let problem = format!("'{name}' is not supported; supported: {}", supported.join(", "));
         return Err(gguf.error("general.architecture", problem));
     };
-    let keys = Keys { gguf, architecture: name };
+    let keys = ArchitectureKeys { gguf, architecture: name };
     for name in UNSUPPORTED {
         if gguf.has_effect(&keys.key(name)) {
             return Err(keys.error(name, "not supported in a GGUF file of this architecture"));
@@ -154,7 +154,7 @@ pub(in super::super) fn config(gguf: &GgufFile, bytes: Option<&[u8]>) -> Result<
 }
 
 /// The fields that every architecture has.
-fn shape(keys: &Keys) -> Result<Map<String, Value>> {
+fn shape(keys: &ArchitectureKeys) -> Result<Map<String, Value>> {
     let gguf = keys.gguf;
     let (heads, hidden) = (keys.required("attention.head_count")?, keys.required("embedding_length")?);
     let head_dim = keys.number("attention.key_length")?.unwrap_or(hidden / heads.max(1));
@@ -187,7 +187,7 @@ fn shape(keys: &Keys) -> Result<Map<String, Value>> {
 }
 
 /// The fields of experts, if there are any.
-fn experts(keys: &Keys, architecture: &Architecture) -> Result<Option<Map<String, Value>>> {
+fn experts(keys: &ArchitectureKeys, architecture: &GgufArchitecture) -> Result<Option<Map<String, Value>>> {
     let count = keys.number("expert_count")?.unwrap_or(0);
     if count == 0 {
         return Ok(None);
@@ -226,7 +226,7 @@ fn experts(keys: &Keys, architecture: &Architecture) -> Result<Option<Map<String
 }
 
 /// `rope_scaling` as `config.json` has it.
-fn rope_scaling(keys: &Keys) -> Result<Option<Value>> {
+fn rope_scaling(keys: &ArchitectureKeys) -> Result<Option<Value>> {
     let factor = keys.float("rope.scaling.factor")?.or(keys.float("rope.scale_linear")?);
     let factor = factor.filter(|factor| *factor != 0.0);
     let attention = keys.float("rope.scaling.attn_factor")?.unwrap_or(1.0);

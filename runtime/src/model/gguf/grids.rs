@@ -6,9 +6,9 @@
 use std::sync::LazyLock;
 
 /// A table: numbers of an entry, and what an index of a number stands for.
-pub(super) struct Grid<const N: usize>(Vec<[i8; N]>);
+pub(super) struct CodebookGrid<const N: usize>(Vec<[i8; N]>);
 
-impl<const N: usize> Grid<N> {
+impl<const N: usize> CodebookGrid<N> {
     fn read(hex: &str, numbers: &[i8]) -> Self {
         let digit = |byte: u8| char::from(byte).to_digit(16).unwrap_or_default() as usize;
         // two bits of a number are half of a digit, so that numbers come in pairs from low to high
@@ -25,7 +25,7 @@ impl<const N: usize> Grid<N> {
         };
         let number = |index: &usize| numbers.get(*index).copied().unwrap_or_default();
         let entry = |entry: &[usize]| std::array::from_fn(|at| entry.get(at).map_or(0, number));
-        Grid(indices.chunks(N).map(entry).collect())
+        CodebookGrid(indices.chunks(N).map(entry).collect())
     }
 
     /// The numbers of an entry; zeros behind the last one.
@@ -35,24 +35,28 @@ impl<const N: usize> Grid<N> {
 }
 
 /// Table of IQ2_XXS: 256 entries.
-pub(super) static IQ2_XXS: LazyLock<Grid<8>> = LazyLock::new(|| Grid::read(IQ2_XXS_HEX, &[8, 25, 43]));
+pub(super) static IQ2_XXS: LazyLock<CodebookGrid<8>> =
+    LazyLock::new(|| CodebookGrid::read(IQ2_XXS_HEX, &[8, 25, 43]));
 
 /// Table of IQ2_XS: 512 entries.
-pub(super) static IQ2_XS: LazyLock<Grid<8>> = LazyLock::new(|| Grid::read(IQ2_XS_HEX, &[8, 25, 43]));
+pub(super) static IQ2_XS: LazyLock<CodebookGrid<8>> =
+    LazyLock::new(|| CodebookGrid::read(IQ2_XS_HEX, &[8, 25, 43]));
 
 /// Table of IQ2_S: 1024 entries.
-pub(super) static IQ2_S: LazyLock<Grid<8>> = LazyLock::new(|| Grid::read(IQ2_S_HEX, &[8, 25, 43]));
+pub(super) static IQ2_S: LazyLock<CodebookGrid<8>> =
+    LazyLock::new(|| CodebookGrid::read(IQ2_S_HEX, &[8, 25, 43]));
 
 /// Table of IQ3_XXS: 256 entries.
-pub(super) static IQ3_XXS: LazyLock<Grid<4>> =
-    LazyLock::new(|| Grid::read(IQ3_XXS_HEX, &[4, 12, 20, 28, 36, 44, 52, 62]));
+pub(super) static IQ3_XXS: LazyLock<CodebookGrid<4>> =
+    LazyLock::new(|| CodebookGrid::read(IQ3_XXS_HEX, &[4, 12, 20, 28, 36, 44, 52, 62]));
 
 /// Table of IQ3_S: 512 entries.
-pub(super) static IQ3_S: LazyLock<Grid<4>> =
-    LazyLock::new(|| Grid::read(IQ3_S_HEX, &[1, 3, 5, 7, 9, 11, 13, 15]));
+pub(super) static IQ3_S: LazyLock<CodebookGrid<4>> =
+    LazyLock::new(|| CodebookGrid::read(IQ3_S_HEX, &[1, 3, 5, 7, 9, 11, 13, 15]));
 
 /// Table of IQ1_S and IQ1_M, which have the same: 2048 entries.
-pub(super) static IQ1_S: LazyLock<Grid<8>> = LazyLock::new(|| Grid::read(IQ1_S_HEX, &[-1, 0, 1]));
+pub(super) static IQ1_S: LazyLock<CodebookGrid<8>> =
+    LazyLock::new(|| CodebookGrid::read(IQ1_S_HEX, &[-1, 0, 1]));
 
 const IQ2_XXS_HEX: &str = "\
 00000200050008000a00110014002000220028002a00410044005000580061006400800082008a00a20001010401100115014001\

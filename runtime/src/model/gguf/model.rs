@@ -38,7 +38,7 @@ pub(in super::super) fn open(file: &Path, mapper: &dyn FileMapper) -> Result<Che
     gguf.check_complete()?;
     let factors = gguf.tensors.get(ROPE_FACTORS).map_or(0, |tensor| tensor.shard);
     let config = config(&gguf, Some(memories[factors].as_bytes()))?;
-    let mut loading = Loading::new(gguf, config, memories);
+    let mut loading = GgufLoading::new(gguf, config, memories);
     for planned in names::tensors(&loading.config) {
         loading.take(planned)?;
     }
@@ -46,7 +46,7 @@ pub(in super::super) fn open(file: &Path, mapper: &dyn FileMapper) -> Result<Che
 }
 
 /// A file whose tensors are being found.
-struct Loading {
+struct GgufLoading {
     gguf: GgufFile,
     config: ModelConfig,
     memories: Vec<Arc<dyn HostMemory>>,
@@ -60,9 +60,9 @@ struct Loading {
     plain_bytes: BTreeMap<DType, usize>,
 }
 
-impl Loading {
+impl GgufLoading {
     fn new(gguf: GgufFile, config: ModelConfig, memories: Vec<Arc<dyn HostMemory>>) -> Self {
-        Loading {
+        GgufLoading {
             gguf,
             config,
             memories,

@@ -139,7 +139,7 @@ fn every_ggml_type_is_read_as_the_gguf_package_reads_it() {
     let below = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/ggml/types");
     let folder = std::env::var_os("MIXFLEET_GGML_TYPES").map_or_else(below, PathBuf::from);
     if !folder.is_dir() {
-        println!("SKIPPED: there is no {}; hwtests/ggml.sh writes it", folder.display());
+        eprintln!("SKIPPED: there is no {}; hwtests/ggml.sh writes it", folder.display());
         return;
     }
     for kind in kinds::GgmlKind::all() {

@@ -37,7 +37,7 @@ const END_KEYS: [&str; 6] = [
     "tokenizer.ggml.fim_rep_token_id",
     "tokenizer.ggml.fim_sep_token_id",
 ];
-/// Tokens that end an answer by their names.
+/// GgufTokens that end an answer by their names.
 const END_NAMES: [&str; 22] = [
     "<|eot_id|>",
     "<|im_end|>",
@@ -72,18 +72,18 @@ const FILL_NAMES: [(&str, &[&str]); 3] = [
     ),
     ("tokenizer.ggml.fim_sep_token_id", &["<|file_sep|>"]),
 ];
-/// Tokens of harmony that are found in text and shown.
+/// GgufTokens of harmony that are found in text and shown.
 const SHOWN_NAMES: [&str; 4] = ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"];
 
 /// Which kind of vocabulary a file has.
-enum Model {
+enum GgufVocabularyKind {
     Bpe(PreTokenizer),
     /// Pairs are merged by the score of what they make.
     SentencePiece,
 }
 
 /// The tokens of a file, and what each is.
-struct Tokens<'a> {
+struct GgufTokens<'a> {
     names: &'a [String],
     ids: HashMap<&'a str, u32>,
     types: Vec<f64>,
@@ -91,17 +91,19 @@ struct Tokens<'a> {
     ends: Vec<u32>,
 }
 
-fn model(gguf: &GgufFile) -> Result<Model> {
+fn model(gguf: &GgufFile) -> Result<GgufVocabularyKind> {
     match gguf.text(MODEL)?.unwrap_or("(missing)") {
         "gpt2" => {
             let name = gguf.text(PRE)?.filter(|name| !name.is_empty()).unwrap_or("default");
-            pre::named(name).map(Model::Bpe).ok_or_else(|| {
+            pre::named(name).map(GgufVocabularyKind::Bpe).ok_or_else(|| {
                 let names = pre::names().collect::<Vec<_>>().join(", ");
                 gguf.error(PRE, format!("'{name}' is not supported; supported: {names}"))
             })
         }
-        "gemma4" => pre::named("gemma4").map(Model::Bpe).ok_or_else(|| gguf.error(PRE, "not supported")),
-        "llama" => Ok(Model::SentencePiece),
+        "gemma4" => {
+            pre::named("gemma4").map(GgufVocabularyKind::Bpe).ok_or_else(|| gguf.error(PRE, "not supported"))
+        }
+        "llama" => Ok(GgufVocabularyKind::SentencePiece),
         "bert" | "t5" => {
             let problem = format!("this is the vocabulary of an encoder, which is not served; {SUPPORTED}");
             Err(gguf.error(MODEL, problem))
@@ -110,7 +112,7 @@ fn model(gguf: &GgufFile) -> Result<Model> {
     }
 }
 
-impl<'a> Tokens<'a> {
+impl<'a> GgufTokens<'a> {
     fn read(gguf: &'a GgufFile) -> Result<Self> {
         let names = gguf.texts(TOKENS)?.ok_or_else(|| gguf.error(TOKENS, "missing"))?;
         let mut ids = HashMap::with_capacity(names.len());
@@ -121,7 +123,7 @@ impl<'a> Tokens<'a> {
         }
         let mut types = gguf.numbers(TYPES)?.unwrap_or_default().to_vec();
         types.resize(names.len(), 1.0);
-        let mut tokens = Tokens { names, ids, types, ends: Vec::new() };
+        let mut tokens = GgufTokens { names, ids, types, ends: Vec::new() };
         let ends = tokens.find_ends(gguf)?;
         let has = |tokens: &Self, name: &str| tokens.ids.get(name).is_some_and(|id| ends.contains(id));
         let harmony = has(&tokens, "<|call|>") && has(&tokens, "<|return|>");
@@ -159,7 +161,7 @@ impl<'a> Tokens<'a> {
             let by_name = FILL_NAMES.iter().filter(|(of, _)| *of == key && known.is_none());
             ends.extend(by_name.flat_map(|(_, names)| *names).find_map(|name| self.ids.get(name).copied()));
         }
-        if matches!(model(gguf), Ok(Model::SentencePiece)) && gguf.token(EOS)?.is_none() {
+        if matches!(model(gguf), Ok(GgufVocabularyKind::SentencePiece)) && gguf.token(EOS)?.is_none() {
             ends.extend((self.names.len() > 2).then_some(2));
         }
         ends.extend(END_NAMES.iter().filter_map(|name| self.ids.get(name).copied()));
@@ -180,7 +182,7 @@ impl<'a> Tokens<'a> {
 /// The error names the key that is wrong.
 pub(super) fn ends(gguf: &GgufFile) -> Result<Vec<u32>> {
     if gguf.texts(TOKENS)?.is_some() {
-        return Tokens::read(gguf).map(|tokens| tokens.ends);
+        return GgufTokens::read(gguf).map(|tokens| tokens.ends);
     }
     let ids = END_KEYS.iter().map(|key| gguf.token(key)).collect::<Result<Vec<_>>>()?;
     let mut ids: Vec<u32> = ids.into_iter().flatten().collect();
@@ -205,23 +207,23 @@ fn token<'a>(gguf: &'a GgufFile, key: &str) -> Result<Option<&'a str>> {
 /// The error names the key that is missing or not supported.
 pub(in super::super) fn tokenizer(gguf: &GgufFile) -> Result<Tokenizer> {
     let model = model(gguf)?;
-    let tokens = Tokens::read(gguf)?;
+    let tokens = GgufTokens::read(gguf)?;
     let merges = match &model {
-        Model::Bpe(_) => listed_merges(gguf, &tokens)?,
-        Model::SentencePiece => scored_merges(gguf, &tokens)?,
+        GgufVocabularyKind::Bpe(_) => listed_merges(gguf, &tokens)?,
+        GgufVocabularyKind::SentencePiece => scored_merges(gguf, &tokens)?,
     };
     let failed = |e: tokenizers::Error| Error::file(&gguf.file, format!("its tokenizer is damaged: {e}"));
     let mut inner = tokenizers::Tokenizer::new(bpe(&model, &tokens, merges).map_err(failed)?);
     steps(gguf, &model, &mut inner)?;
     let (adds_bos, adds_eos) = match &model {
-        Model::Bpe(rules) => (rules.adds_bos, false),
-        Model::SentencePiece => (true, false),
+        GgufVocabularyKind::Bpe(rules) => (rules.adds_bos, false),
+        GgufVocabularyKind::SentencePiece => (true, false),
     };
     let adds_bos = gguf.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(adds_bos);
     let adds_eos = gguf.flag("tokenizer.ggml.add_eos_token")?.unwrap_or(adds_eos);
     let ends = [(adds_bos, BOS, 1), (adds_eos, EOS, 2)];
     let ends = ends.map(|(adds, key, usual)| match adds {
-        true => end_of_prompt(gguf, key, usual, matches!(model, Model::SentencePiece)),
+        true => end_of_prompt(gguf, key, usual, matches!(model, GgufVocabularyKind::SentencePiece)),
         false => Ok(None),
     });
     let [bos, eos] = ends;
@@ -273,7 +275,7 @@ fn processor(bos: Option<(u32, &str)>, eos: Option<(u32, &str)>) -> Option<PostP
 }
 
 /// What a text goes through before its pairs are merged, and what tokens go through to be text again.
-fn steps(gguf: &GgufFile, model: &Model, inner: &mut tokenizers::Tokenizer) -> Result<()> {
+fn steps(gguf: &GgufFile, model: &GgufVocabularyKind, inner: &mut tokenizers::Tokenizer) -> Result<()> {
     let damaged = |e: serde_json::Error| Error::file(&gguf.file, format!("its tokenizer is damaged: {e}"));
     let bytes =
         json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
@@ -289,7 +291,7 @@ fn steps(gguf: &GgufFile, model: &Model, inner: &mut tokenizers::Tokenizer) -> R
         json!({"type": "Sequence", "decoders": decoders})
     };
     let (normalizer, pre, decoder) = match model {
-        Model::Bpe(rules) => {
+        GgufVocabularyKind::Bpe(rules) => {
             let mut splits: Vec<Value> = rules.expressions.iter().map(split).collect();
             splits.extend(rules.byte_level.then(|| bytes.clone()));
             let pre = Some(json!({"type": "Sequence", "pretokenizers": splits}));
@@ -298,15 +300,17 @@ fn steps(gguf: &GgufFile, model: &Model, inner: &mut tokenizers::Tokenizer) -> R
                 false => (Some(spaces), pre, words(Vec::new())),
             }
         }
-        Model::SentencePiece => match gguf.flag("tokenizer.ggml.add_space_prefix")?.unwrap_or(true) {
-            true => {
-                let prefix = json!({"type": "Prepend", "prepend": SPACE});
-                let strip = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
-                let normalizers = json!({"type": "Sequence", "normalizers": [prefix, spaces]});
-                (Some(normalizers), None, words(vec![strip]))
+        GgufVocabularyKind::SentencePiece => {
+            match gguf.flag("tokenizer.ggml.add_space_prefix")?.unwrap_or(true) {
+                true => {
+                    let prefix = json!({"type": "Prepend", "prepend": SPACE});
+                    let strip = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
+                    let normalizers = json!({"type": "Sequence", "normalizers": [prefix, spaces]});
+                    (Some(normalizers), None, words(vec![strip]))
+                }
+                false => (Some(spaces), None, words(Vec::new())),
             }
-            false => (Some(spaces), None, words(Vec::new())),
-        },
+        }
     };
     let normalizer: Option<NormalizerWrapper> =
         normalizer.map(serde_json::from_value).transpose().map_err(damaged)?;
@@ -318,14 +322,18 @@ fn steps(gguf: &GgufFile, model: &Model, inner: &mut tokenizers::Tokenizer) -> R
     Ok(())
 }
 
-fn bpe(model: &Model, tokens: &Tokens, merges: Vec<(String, String)>) -> tokenizers::Result<BPE> {
+fn bpe(
+    model: &GgufVocabularyKind,
+    tokens: &GgufTokens,
+    merges: Vec<(String, String)>,
+) -> tokenizers::Result<BPE> {
     let vocab: Vocab = tokens.ids.iter().map(|(name, id)| ((*name).to_owned(), *id)).collect();
     let builder = BPE::builder().vocab_and_merges(vocab, merges);
     match model {
-        Model::Bpe(rules) => {
+        GgufVocabularyKind::Bpe(rules) => {
             builder.ignore_merges(rules.ignores_merges).byte_fallback(!rules.byte_level).build()
         }
-        Model::SentencePiece => {
+        GgufVocabularyKind::SentencePiece => {
             let unknown = tokens.types.iter().position(|kind| *kind == UNKNOWN);
             let builder = builder.byte_fallback(true).fuse_unk(true);
             match unknown {
@@ -338,7 +346,7 @@ fn bpe(model: &Model, tokens: &Tokens, merges: Vec<(String, String)>) -> tokeniz
 
 /// The merges that a file lists: two tokens with a space between, of which the first one may begin with one.
 /// Those of or into what is no token have no effect.
-fn listed_merges(gguf: &GgufFile, tokens: &Tokens) -> Result<Vec<(String, String)>> {
+fn listed_merges(gguf: &GgufFile, tokens: &GgufTokens) -> Result<Vec<(String, String)>> {
     let merges = gguf.texts(MERGES)?.ok_or_else(|| gguf.error(MERGES, "missing"))?;
     let mut pairs = Vec::with_capacity(merges.len());
     for merge in merges {
@@ -356,7 +364,7 @@ fn listed_merges(gguf: &GgufFile, tokens: &Tokens) -> Result<Vec<(String, String
 }
 
 /// The merges of SentencePiece: of two neighbours whose text is a token, those of the highest score first.
-fn scored_merges(gguf: &GgufFile, tokens: &Tokens) -> Result<Vec<(String, String)>> {
+fn scored_merges(gguf: &GgufFile, tokens: &GgufTokens) -> Result<Vec<(String, String)>> {
     let scores = gguf.numbers(SCORES)?.ok_or_else(|| gguf.error(SCORES, "missing"))?;
     if scores.len() < tokens.names.len() {
         let (scores, names) = (scores.len(), tokens.names.len());

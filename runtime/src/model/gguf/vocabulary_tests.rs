@@ -12,7 +12,7 @@ fn folder(variable: &str, usual: &str) -> Option<PathBuf> {
     if path.is_dir() {
         return Some(path);
     }
-    println!("SKIPPED: there is no {}; set {variable} (hwtests/ggml.sh does)", path.display());
+    eprintln!("SKIPPED: there is no {}; set {variable} (hwtests/ggml.sh does)", path.display());
     None
 }
 

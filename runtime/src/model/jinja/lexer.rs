@@ -2,7 +2,7 @@
 
 /// What a lexeme is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum LexemeKind {
     Name,
     Number,
     /// A text with its quotes.
@@ -13,25 +13,25 @@ pub(super) enum Kind {
 /// A name, number, text or sign in a tag.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Lexeme<'a> {
-    pub(super) kind: Kind,
+    pub(super) kind: LexemeKind,
     pub(super) text: &'a str,
 }
 
 impl Lexeme<'_> {
     pub(super) fn is_name(&self, name: &str) -> bool {
-        self.kind == Kind::Name && self.text == name
+        self.kind == LexemeKind::Name && self.text == name
     }
 
     pub(super) fn is_sign(&self, sign: &str) -> bool {
-        self.kind == Kind::Sign && self.text == sign
+        self.kind == LexemeKind::Sign && self.text == sign
     }
 
     /// The lexeme for minijinja.
     pub(super) fn written(&self) -> String {
         match self.kind {
-            Kind::Name | Kind::Sign => self.text.to_owned(),
-            Kind::Text => quoted(&self.value()),
-            Kind::Number => self.text.replace('_', ""),
+            LexemeKind::Name | LexemeKind::Sign => self.text.to_owned(),
+            LexemeKind::Text => quoted(&self.value()),
+            LexemeKind::Number => self.text.replace('_', ""),
         }
     }
 
@@ -43,7 +43,7 @@ impl Lexeme<'_> {
 }
 
 /// A tag: from its opening to its closing braces.
-pub(super) struct Tag<'a> {
+pub(super) struct JinjaTag<'a> {
     pub(super) lexemes: Vec<Lexeme<'a>>,
     /// Number of bytes.
     pub(super) length: usize,
@@ -57,7 +57,7 @@ pub(super) struct Tag<'a> {
 const PAIRS: [&str; 6] = ["**", "//", "==", "!=", "<=", ">="];
 
 /// Reads the tag that `text` begins with; none if it is not closed, or has what no tag has.
-pub(super) fn tag(text: &str) -> Option<Tag<'_>> {
+pub(super) fn tag(text: &str) -> Option<JinjaTag<'_>> {
     let close = if text.starts_with("{{") { "}}" } else { "%}" };
     let open_sign = usize::from(text[2..].starts_with(['-', '+']));
     let (mut at, mut depth, mut lexemes) = (2 + open_sign, 0usize, Vec::new());
@@ -72,7 +72,7 @@ pub(super) fn tag(text: &str) -> Option<Tag<'_>> {
             let is_signed = rest.starts_with(['-', '+']) && rest[1..].starts_with(close);
             if is_signed || rest.starts_with(close) {
                 let close_sign = usize::from(is_signed);
-                return Some(Tag { lexemes, length: at + close_sign + 2, open_sign, close_sign });
+                return Some(JinjaTag { lexemes, length: at + close_sign + 2, open_sign, close_sign });
             }
         }
         let (kind, length) = lexeme(rest, first)?;
@@ -87,14 +87,16 @@ pub(super) fn tag(text: &str) -> Option<Tag<'_>> {
     }
 }
 
-fn lexeme(rest: &str, first: char) -> Option<(Kind, usize)> {
+fn lexeme(rest: &str, first: char) -> Option<(LexemeKind, usize)> {
     let is_word = |letter: char| letter.is_alphanumeric() || letter == '_';
     match first {
-        '\'' | '"' => text_length(rest, first).map(|length| (Kind::Text, length)),
-        _ if first.is_ascii_digit() => Some((Kind::Number, number_length(rest))),
-        _ if is_word(first) => Some((Kind::Name, rest.find(|letter| !is_word(letter)).unwrap_or(rest.len()))),
-        _ if PAIRS.iter().any(|pair| rest.starts_with(pair)) => Some((Kind::Sign, 2)),
-        _ if "+-*/%~()[]{},.:|<>=;".contains(first) => Some((Kind::Sign, 1)),
+        '\'' | '"' => text_length(rest, first).map(|length| (LexemeKind::Text, length)),
+        _ if first.is_ascii_digit() => Some((LexemeKind::Number, number_length(rest))),
+        _ if is_word(first) => {
+            Some((LexemeKind::Name, rest.find(|letter| !is_word(letter)).unwrap_or(rest.len())))
+        }
+        _ if PAIRS.iter().any(|pair| rest.starts_with(pair)) => Some((LexemeKind::Sign, 2)),
+        _ if "+-*/%~()[]{},.:|<>=;".contains(first) => Some((LexemeKind::Sign, 1)),
         _ => None,
     }
 }

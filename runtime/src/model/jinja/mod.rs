@@ -1,5 +1,5 @@
 //! Jinja2 as transformers sets it up, on minijinja: what the two render differently is rewritten before
-//! minijinja reads a template ([`translate`]), or replaced here: operators, filters, tests, methods, and
+//! minijinja reads a template ([`mod@translate`]), or replaced here: operators, filters, tests, methods, and
 //! how values are written.
 
 mod arguments;

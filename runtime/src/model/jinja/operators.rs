@@ -1,5 +1,5 @@
 //! Operators that minijinja computes otherwise than Python, as functions of
-//! [`translate`](super::translate).
+//! [`translate`](mod@super::translate).
 
 use super::arguments::{Given, integer};
 use super::text::{text, with_text};
@@ -20,27 +20,27 @@ pub(super) fn add(environment: &mut Environment<'_>) {
 }
 
 /// A number of Python: bool is an int.
-enum Number {
+enum JinjaNumber {
     Integer(i128),
     Float(f64),
 }
 
-impl Number {
+impl JinjaNumber {
     fn of(value: &Value) -> Option<Self> {
         match value.kind() {
-            ValueKind::Bool => Some(Number::Integer(i128::from(value.is_true()))),
+            ValueKind::Bool => Some(JinjaNumber::Integer(i128::from(value.is_true()))),
             ValueKind::Number if value.is_integer() => {
-                i128::try_from(value.clone()).ok().map(Number::Integer)
+                i128::try_from(value.clone()).ok().map(JinjaNumber::Integer)
             }
-            ValueKind::Number => f64::try_from(value.clone()).ok().map(Number::Float),
+            ValueKind::Number => f64::try_from(value.clone()).ok().map(JinjaNumber::Float),
             _ => None,
         }
     }
 
     fn float(&self) -> f64 {
         match self {
-            Number::Integer(integer) => *integer as f64,
-            Number::Float(float) => *float,
+            JinjaNumber::Integer(integer) => *integer as f64,
+            JinjaNumber::Float(float) => *float,
         }
     }
 }
@@ -57,8 +57,8 @@ fn calculate(
     integers: fn(i128, i128) -> Option<i128>,
     floats: fn(f64, f64) -> f64,
 ) -> Result<Value, Error> {
-    match (Number::of(a), Number::of(b)) {
-        (Some(Number::Integer(a)), Some(Number::Integer(b))) => integers(a, b)
+    match (JinjaNumber::of(a), JinjaNumber::of(b)) {
+        (Some(JinjaNumber::Integer(a)), Some(JinjaNumber::Integer(b))) => integers(a, b)
             .map(integer_value)
             .ok_or_else(|| wrong(format!("'{sign}' cannot be calculated of these numbers"))),
         (Some(a), Some(b)) => Ok(Value::from(floats(a.float(), b.float()))),
@@ -112,7 +112,7 @@ pub(super) fn escaped(of: &str) -> Result<String, Error> {
 }
 
 fn product(a: &Value, b: &Value) -> Result<Value, Error> {
-    let is_count = |value: &Value| matches!(Number::of(value), Some(Number::Integer(_)));
+    let is_count = |value: &Value| matches!(JinjaNumber::of(value), Some(JinjaNumber::Integer(_)));
     let repeated = match (is_count(a), is_count(b)) {
         (false, true) => Some((a, b)),
         (true, false) => Some((b, a)),
@@ -171,9 +171,9 @@ pub(super) fn formatted(form: &str, values: &[Value]) -> Result<Value, Error> {
 }
 
 fn positive(value: &Value) -> Result<Value, Error> {
-    match Number::of(value) {
-        Some(Number::Integer(integer)) => Ok(integer_value(integer)),
-        Some(Number::Float(float)) => Ok(Value::from(float)),
+    match JinjaNumber::of(value) {
+        Some(JinjaNumber::Integer(integer)) => Ok(integer_value(integer)),
+        Some(JinjaNumber::Float(float)) => Ok(Value::from(float)),
         None => Err(wrong(format!("'+' is not defined for a value of the kind {}", value.kind()))),
     }
 }

@@ -5,7 +5,7 @@
 //! and `generation` blocks, which mark the assistant's text for training, become `if true`. What cannot
 //! be read stays as it is: minijinja then says what is wrong with it.
 
-use super::lexer::{Kind, Lexeme, tag};
+use super::lexer::{Lexeme, LexemeKind, tag};
 
 /// Nesting of expressions beyond which a tag stays as it is.
 const DEPTH_MAX: usize = 60;
@@ -16,7 +16,7 @@ const METHODS: [&str; 11] =
 /// What cannot be read.
 struct Unread;
 
-type Written = Result<String, Unread>;
+type Translation = Result<String, Unread>;
 
 /// The template as minijinja has to read it.
 pub(in crate::model) fn translate(source: &str) -> String {
@@ -51,7 +51,7 @@ fn copy_tag(text: &str, written: &mut String) -> usize {
         written.push_str(&text[..length]);
         return length;
     }
-    let mut tokens = Tokens { lexemes: &found.lexemes, at: 0, depth: 0 };
+    let mut tokens = LexemeCursor { lexemes: &found.lexemes, at: 0, depth: 0 };
     let inside = match is_block {
         true => tokens.statement(),
         false => tokens.tuple().and_then(|value| tokens.end().map(|()| value)),
@@ -86,13 +86,13 @@ fn end_of_raw(text: &str, start: usize) -> usize {
 }
 
 /// The lexemes of a tag, read from left to right.
-struct Tokens<'a> {
+struct LexemeCursor<'a> {
     lexemes: &'a [Lexeme<'a>],
     at: usize,
     depth: usize,
 }
 
-impl<'a> Tokens<'a> {
+impl<'a> LexemeCursor<'a> {
     fn peek(&self) -> Option<&'a Lexeme<'a>> {
         self.lexemes.get(self.at)
     }
@@ -129,7 +129,7 @@ impl<'a> Tokens<'a> {
 
     fn name(&mut self) -> Result<&'a str, Unread> {
         let lexeme = self.next()?;
-        if lexeme.kind == Kind::Name { Ok(lexeme.text) } else { Err(Unread) }
+        if lexeme.kind == LexemeKind::Name { Ok(lexeme.text) } else { Err(Unread) }
     }
 
     fn end(&self) -> Result<(), Unread> {
@@ -144,8 +144,8 @@ impl<'a> Tokens<'a> {
                 break;
             }
             match lexeme.text {
-                "(" | "[" | "{" if lexeme.kind == Kind::Sign => depth += 1,
-                ")" | "]" | "}" if lexeme.kind == Kind::Sign => depth = depth.saturating_sub(1),
+                "(" | "[" | "{" if lexeme.kind == LexemeKind::Sign => depth += 1,
+                ")" | "]" | "}" if lexeme.kind == LexemeKind::Sign => depth = depth.saturating_sub(1),
                 _ => {}
             }
             copied.push(lexeme.written());
@@ -154,7 +154,7 @@ impl<'a> Tokens<'a> {
         copied.join(" ").replace(" . ", ".")
     }
 
-    fn statement(&mut self) -> Written {
+    fn statement(&mut self) -> Translation {
         let keyword = self.name()?;
         let written = match keyword {
             "generation" => "if true".into(),
@@ -178,7 +178,7 @@ impl<'a> Tokens<'a> {
         Ok(written)
     }
 
-    fn for_loop(&mut self) -> Written {
+    fn for_loop(&mut self) -> Translation {
         let targets = self.copied(&|lexeme| lexeme.is_name("in"));
         if !self.skip_name("in") {
             return Err(Unread);
@@ -205,7 +205,7 @@ impl<'a> Tokens<'a> {
         Ok(written)
     }
 
-    fn assignment(&mut self) -> Written {
+    fn assignment(&mut self) -> Translation {
         let target = self.copied(&|lexeme| lexeme.is_sign("=") || lexeme.is_sign("|"));
         if self.skip("=") {
             return Ok(format!("set {target} = {}", self.tuple()?));
@@ -219,7 +219,7 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    fn with(&mut self) -> Written {
+    fn with(&mut self) -> Translation {
         let mut assignments = Vec::new();
         while self.peek().is_some() {
             let target = self.copied(&|lexeme| lexeme.is_sign("="));
@@ -233,7 +233,7 @@ impl<'a> Tokens<'a> {
     }
 
     /// The parameters of a macro, with their defaults.
-    fn parameters(&mut self) -> Written {
+    fn parameters(&mut self) -> Translation {
         self.expect("(")?;
         let mut parameters = Vec::new();
         while !self.skip(")") {
@@ -253,12 +253,12 @@ impl<'a> Tokens<'a> {
     }
 
     /// An expression, or several with commas.
-    fn tuple(&mut self) -> Written {
+    fn tuple(&mut self) -> Translation {
         let first = self.expression()?;
         if self.is(",") { self.tuple_from(first) } else { Ok(first) }
     }
 
-    fn tuple_from(&mut self, first: String) -> Written {
+    fn tuple_from(&mut self, first: String) -> Translation {
         let mut items = vec![first];
         while self.skip(",") {
             if self.peek().is_none() || self.is(")") {
@@ -269,7 +269,7 @@ impl<'a> Tokens<'a> {
         Ok(format!("({},)", items.join(", ")))
     }
 
-    fn expression(&mut self) -> Written {
+    fn expression(&mut self) -> Translation {
         self.depth += 1;
         if self.depth > DEPTH_MAX {
             return Err(Unread);
@@ -286,7 +286,7 @@ impl<'a> Tokens<'a> {
         Ok(written)
     }
 
-    fn or(&mut self) -> Written {
+    fn or(&mut self) -> Translation {
         let mut written = self.and()?;
         while self.skip_name("or") {
             written = format!("{written} or {}", self.and()?);
@@ -294,7 +294,7 @@ impl<'a> Tokens<'a> {
         Ok(written)
     }
 
-    fn and(&mut self) -> Written {
+    fn and(&mut self) -> Translation {
         let mut written = self.not()?;
         while self.skip_name("and") {
             written = format!("{written} and {}", self.not()?);
@@ -302,7 +302,7 @@ impl<'a> Tokens<'a> {
         Ok(written)
     }
 
-    fn not(&mut self) -> Written {
+    fn not(&mut self) -> Translation {
         let mut nots = 0;
         while self.skip_name("not") {
             nots += 1;
@@ -310,7 +310,7 @@ impl<'a> Tokens<'a> {
         Ok(format!("{}{}", "not ".repeat(nots), self.comparison()?))
     }
 
-    fn comparison(&mut self) -> Written {
+    fn comparison(&mut self) -> Translation {
         let mut written = self.sum()?;
         loop {
             let sign = ["==", "!=", "<=", ">=", "<", ">"].into_iter().find(|sign| self.is(sign));
@@ -327,7 +327,7 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    fn sum(&mut self) -> Written {
+    fn sum(&mut self) -> Translation {
         let mut written = self.joined()?;
         loop {
             written = if self.skip("+") {
@@ -340,7 +340,7 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    fn joined(&mut self) -> Written {
+    fn joined(&mut self) -> Translation {
         let mut parts = vec![self.product()?];
         while self.skip("~") {
             parts.push(self.product()?);
@@ -348,7 +348,7 @@ impl<'a> Tokens<'a> {
         Ok(if parts.len() == 1 { parts.remove(0) } else { format!("__join__({})", parts.join(", ")) })
     }
 
-    fn product(&mut self) -> Written {
+    fn product(&mut self) -> Translation {
         let mut written = self.power()?;
         loop {
             written = if self.skip("*") {
@@ -365,7 +365,7 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    fn power(&mut self) -> Written {
+    fn power(&mut self) -> Translation {
         let mut written = self.signed(true)?;
         while self.skip("**") {
             written = format!("{written} ** {}", self.signed(true)?);
@@ -373,7 +373,7 @@ impl<'a> Tokens<'a> {
         Ok(written)
     }
 
-    fn signed(&mut self, with_filters: bool) -> Written {
+    fn signed(&mut self, with_filters: bool) -> Translation {
         self.depth += 1;
         if self.depth > DEPTH_MAX {
             return Err(Unread);
@@ -390,20 +390,20 @@ impl<'a> Tokens<'a> {
         if with_filters { self.filtered(written) } else { Ok(written) }
     }
 
-    fn primary(&mut self) -> Written {
+    fn primary(&mut self) -> Translation {
         let lexeme = self.next()?;
         match (lexeme.kind, lexeme.text) {
-            (Kind::Name, name) => Ok(name.to_owned()),
-            (Kind::Number, _) => Ok(lexeme.written()),
-            (Kind::Text, _) => {
+            (LexemeKind::Name, name) => Ok(name.to_owned()),
+            (LexemeKind::Number, _) => Ok(lexeme.written()),
+            (LexemeKind::Text, _) => {
                 let mut text = lexeme.value();
-                while let Some(next) = self.peek().filter(|next| next.kind == Kind::Text) {
+                while let Some(next) = self.peek().filter(|next| next.kind == LexemeKind::Text) {
                     text.push_str(&next.value());
                     self.at += 1;
                 }
                 Ok(super::lexer::quoted(&text))
             }
-            (Kind::Sign, "(") => {
+            (LexemeKind::Sign, "(") => {
                 if self.skip(")") {
                     return Ok("()".into());
                 }
@@ -411,7 +411,7 @@ impl<'a> Tokens<'a> {
                 let inside = if self.is(",") { self.tuple_from(first)? } else { format!("({first})") };
                 self.expect(")").map(|()| inside)
             }
-            (Kind::Sign, "[") => {
+            (LexemeKind::Sign, "[") => {
                 let mut items = Vec::new();
                 while !self.skip("]") {
                     items.push(self.expression()?);
@@ -421,7 +421,7 @@ impl<'a> Tokens<'a> {
                 }
                 Ok(format!("[{}]", items.join(", ")))
             }
-            (Kind::Sign, "{") => {
+            (LexemeKind::Sign, "{") => {
                 let mut items = Vec::new();
                 while !self.skip("}") {
                     let key = self.expression()?;
@@ -434,21 +434,21 @@ impl<'a> Tokens<'a> {
                 // two braces in a row would end a tag
                 Ok(format!("{{{} }}", items.join(", ")))
             }
-            (Kind::Sign, _) => Err(Unread),
+            (LexemeKind::Sign, _) => Err(Unread),
         }
     }
 
-    fn postfix(&mut self, mut written: String) -> Written {
+    fn postfix(&mut self, mut written: String) -> Translation {
         loop {
             written = if self.skip(".") {
                 let lexeme = self.next()?;
                 match lexeme.kind {
-                    Kind::Number => format!("{written}[{}]", lexeme.written()),
-                    Kind::Name if METHODS.contains(&lexeme.text) && !self.is("(") => {
+                    LexemeKind::Number => format!("{written}[{}]", lexeme.written()),
+                    LexemeKind::Name if METHODS.contains(&lexeme.text) && !self.is("(") => {
                         format!("__attr__({written}, '{}')", lexeme.text)
                     }
-                    Kind::Name => format!("{written}.{}", lexeme.text),
-                    Kind::Text | Kind::Sign => return Err(Unread),
+                    LexemeKind::Name => format!("{written}.{}", lexeme.text),
+                    LexemeKind::Text | LexemeKind::Sign => return Err(Unread),
                 }
             } else if self.skip("[") {
                 self.subscript(&written)?
@@ -460,7 +460,7 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    fn subscript(&mut self, of: &str) -> Written {
+    fn subscript(&mut self, of: &str) -> Translation {
         let mut parts = Vec::new();
         let mut colons = 0;
         let mut part = None;
@@ -485,7 +485,7 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    fn arguments(&mut self) -> Written {
+    fn arguments(&mut self) -> Translation {
         self.expect("(")?;
         let mut arguments = Vec::new();
         while !self.skip(")") {
@@ -512,7 +512,7 @@ impl<'a> Tokens<'a> {
     }
 
     /// The name of a filter, and its arguments.
-    fn filter_call(&mut self) -> Written {
+    fn filter_call(&mut self) -> Translation {
         let mut written = self.name()?.to_owned();
         while self.skip(".") {
             written = format!("{written}.{}", self.name()?);
@@ -523,7 +523,7 @@ impl<'a> Tokens<'a> {
         Ok(written)
     }
 
-    fn filters(&mut self, mut written: String) -> Written {
+    fn filters(&mut self, mut written: String) -> Translation {
         while self.skip("|") {
             written = format!("{written} | {}", self.filter_call()?);
         }
@@ -531,7 +531,7 @@ impl<'a> Tokens<'a> {
     }
 
     /// Filters and tests behind a value.
-    fn filtered(&mut self, mut written: String) -> Written {
+    fn filtered(&mut self, mut written: String) -> Translation {
         loop {
             written = if self.skip("|") {
                 format!("{written} | {}", self.filter_call()?)
@@ -548,12 +548,14 @@ impl<'a> Tokens<'a> {
     }
 
     /// The argument of a test may stand without parentheses.
-    fn test_arguments(&mut self) -> Written {
+    fn test_arguments(&mut self) -> Translation {
         let Some(next) = self.peek() else { return Ok(String::new()) };
         let begins = match next.kind {
-            Kind::Name => !["else", "or", "and", "is", "if", "in", "not", "recursive"].contains(&next.text),
-            Kind::Number | Kind::Text => true,
-            Kind::Sign => ["[", "{"].contains(&next.text),
+            LexemeKind::Name => {
+                !["else", "or", "and", "is", "if", "in", "not", "recursive"].contains(&next.text)
+            }
+            LexemeKind::Number | LexemeKind::Text => true,
+            LexemeKind::Sign => ["[", "{"].contains(&next.text),
         };
         if next.is_sign("(") {
             return self.arguments();

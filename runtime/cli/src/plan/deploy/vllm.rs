@@ -153,8 +153,8 @@ impl VllmFleet<'_> {
         flags
     }
 
-    /// The longest sequence whose KV an instance surely holds, where that is less than the model's context: vLLM
-    /// does not start without room for one.
+    /// The longest sequence whose KV an instance surely holds, where that is less than the model's context:
+    /// vLLM does not start without room for one.
     fn bounded_context(&self, pool: &PlannedPool) -> Option<u32> {
         let shape = self.model.shape_as(self.stored);
         let memory_gb = self.parts[pool.part].part.memory.size_gb;
