@@ -137,7 +137,7 @@ pub fn effort(demand: &Demand, profile: &DeviceProfile, job: Job) -> Result<Effo
     effort_by(demand, KnownTimes { profile, steps: None }, job)
 }
 
-/// What is known of a device's times.
+/// Source of a device's times.
 #[derive(Clone, Copy)]
 struct KnownTimes<'a> {
     profile: &'a DeviceProfile,

@@ -131,7 +131,7 @@ struct CompleteKv {
     next: Option<u32>,
 }
 
-/// The transfers of others to an instance, and the memory in which they land.
+/// Receives the KV that other instances send, and owns the memory in which it lands.
 pub(super) struct KvReceiver {
     id: InstanceId,
     landings: Landings,

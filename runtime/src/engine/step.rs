@@ -120,7 +120,7 @@ fn next_look(waited: Duration) -> Duration {
     SEND_POLL_INTERVAL.max(waited / LOOKS_PER_WAIT)
 }
 
-/// What is left to do after a step.
+/// Work that follows a step.
 enum AfterStep {
     /// KV of this sequence came.
     Settle(RequestId),

@@ -348,7 +348,7 @@ fn open_shards(directory: &Path, mapper: &dyn FileMapper, read: &ReadTensors) ->
     Ok(shards)
 }
 
-/// Says that a directory has no weights, and what is there in their place.
+/// Returns the error of a directory without weights; it names the files that are there instead.
 fn no_weights(directory: &Path) -> String {
     const OTHERS: [&str; 8] = ["bin", "pt", "pth", "h5", "msgpack", "onnx", "ckpt", "npz"];
     let missing = format!("there are no weights: neither {SINGLE} nor {INDEX} is here");

@@ -21,7 +21,7 @@ pub(super) struct Compared {
     pub(super) name: String,
     pub(super) part: Option<&'static Part>,
     pub(super) measured: Option<DeviceProfile>,
-    /// What is known of it as a device of this machine, if it is one.
+    /// Calibration or profile, for a device of this machine.
     pub(super) own: Option<OwnSteps>,
     pub(super) price: Option<Price>,
 }

@@ -111,7 +111,7 @@ impl GgmlKind {
         ALL.iter().map(|described| described.0)
     }
 
-    /// The number in words, of types that are read and of others.
+    /// Returns the name of a ggml type id, also of types that are not read.
     pub(super) fn name_of(number: u32) -> String {
         let known = ALL.iter().find(|described| described.1 == number).map(|described| described.2);
         let known = known.or_else(|| OTHERS.iter().find(|other| other.0 == number).map(|other| other.1));
