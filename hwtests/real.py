@@ -63,7 +63,7 @@ def main():
             if kind == "chat":
                 messages = [{"role": "user", "content": text}]
                 prompt = post(address + "/apply-template", {"messages": messages})["prompt"]
-            their = post(address + "/completion", {"prompt": prompt, "n_predict": args.tokens, "temperature": 0, "n_probs": 2, "cache_prompt": False,
+            their = post(address + "/completion", {"prompt": prompt, "n_predict": args.tokens, "temperature": 0, "top_k": 1, "n_probs": 2, "cache_prompt": False,
                                                    "return_tokens": True, "samplers": ["top_k"]})
             if kind == "chat":
                 answer = post(ours + "/v1/chat/completions", {"model": "m", "messages": messages, "max_tokens": args.tokens, "temperature": 0})
