@@ -44,7 +44,9 @@ fn located_in(given: &Path, cache: Option<&Path>) -> Result<Located, UsageError>
             Ok(known) => known.repository.to_owned(),
             Err(_) if given.extension().is_some() => return Ok(as_given()),
             Err(error) => {
-                return Err(UsageError(format!("there is no directory {name}, and no known model: {error}")));
+                return Err(UsageError(format!(
+                    "there is no directory {name} and no known model of that name: {error}"
+                )));
             }
         },
         _ => return Ok(as_given()),

@@ -1,5 +1,5 @@
-//! What an answer tells of the speed of its engine while it comes: its first token of prompts, and every few
-//! further ones of decode steps. Its end tells what its lengths really were.
+//! Learns an external engine's speed while an answer streams: prompt times from its first token, step times
+//! from every few further tokens. The end of the answer corrects the lengths that were assumed.
 
 use super::relay::Passage;
 use super::{EngineSeat, Gateway};
@@ -15,7 +15,7 @@ const STEPS_LEARNED_MIN: u32 = 8;
 /// Factor by which lengths may differ from assumed ones; beyond it, what was learned is learned again.
 const LENGTHS_WITHIN: f64 = 1.125;
 
-/// What is measured of an attempt to have a request answered.
+/// Times and counts of one attempt at a request.
 #[derive(Default)]
 pub(super) struct Times {
     pub(super) asked: Seconds,
@@ -43,7 +43,7 @@ pub(super) struct ReportedSteps {
 }
 
 impl Times {
-    /// The time of the prompt, none of which was reported for such lengths.
+    /// Returns the prompt's time, unless one of about these lengths was reported.
     fn take_prompt(&mut self, prompt_tokens: u32, cached: u32) -> Option<MeasuredSteps> {
         let time = self.first? - self.asked;
         let cached = cached.min(prompt_tokens);
@@ -56,7 +56,7 @@ impl Times {
         Some(MeasuredSteps { parts: vec![part], sequences: 0, kv_tokens: 0, steps: 1, time })
     }
 
-    /// The time of the steps since the last report, if they are enough.
+    /// Returns the time of the steps since the last report, if they are enough.
     fn take_steps(&mut self, prompt_tokens: u32, tokens_per_chunk: f64) -> Option<MeasuredSteps> {
         let first = self.first?;
         let before = match self.reported {
