@@ -44,9 +44,7 @@ fn located_in(given: &Path, cache: Option<&Path>) -> Result<Located, UsageError>
             Ok(known) => known.repository.to_owned(),
             Err(_) if given.extension().is_some() => return Ok(as_given()),
             Err(error) => {
-                return Err(UsageError(format!(
-                    "there is no directory {name} and no known model of that name: {error}"
-                )));
+                return Err(UsageError(format!("there is no directory {name} and no such model: {error}")));
             }
         },
         _ => return Ok(as_given()),
@@ -122,7 +120,7 @@ mod tests {
         let known = in_cache("llama-3.1-8b").unwrap_err().0;
         assert!(known.contains("'hf download "), "{known}");
         let unknown = in_cache("no-such-model-at-all").unwrap_err().0;
-        assert!(unknown.contains("no known model"), "{unknown}");
+        assert!(unknown.contains("no such model"), "{unknown}");
         assert_eq!(path_of("./relative/path"), Path::new("./relative/path"));
         std::fs::remove_dir_all(&cache).unwrap();
     }
