@@ -1,7 +1,7 @@
 //! Chooses the measured points from which the catalog predicts, out of the published tables of kernel times
-//! (`../shared/data/measured`), and writes them into `hal/src/catalog/laws`:
-//! `cargo run --release -p mixfleet-hal --example laws [-- [--check] [PART...]]`. With `--check` it compares
-//! them with what is there, bit for bit, and writes nothing; with parts, it does so for these alone.
+//! (`../shared/data/measured`), and writes them into `hal/src/catalog/laws`: `cargo run --release -p
+//! mixfleet-hal --example laws [-- [--check] [PART...]]`. `--check` compares them bit for bit with the
+//! existing files and writes nothing. With parts, only these are processed.
 
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 

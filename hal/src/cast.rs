@@ -100,7 +100,7 @@ fractions! { f32 f64 }
 
 macro_rules! functions {
     ($($name:ident $to:ident)*) => { $(
-        #[doc = concat!("`value` as a `", stringify!($to), "`; see the module for what does not fit.")]
+        #[doc = concat!("`value` as a `", stringify!($to), "`; see the module for values that do not fit.")]
         #[inline]
         #[track_caller]
         pub fn $name(value: impl Number) -> $to {

@@ -34,30 +34,31 @@ pub struct AttendedPart<'a> {
     pub stat: MemberSlice<'a>,
 }
 
-/// Exchanges among the members of an instance, whatever carries them. Members are given in their order, and
-/// nothing that writes their slices may still run.
+/// Exchanges among the members of an instance, over any connection. Members are given in their order, and no
+/// kernel that writes their slices may still run.
 ///
-/// Results depend on the values alone and not on who is ready first, so that equal steps give equal bits.
+/// Results depend on the values alone and not on which member is ready first, so that equal steps give equal
+/// bits.
 pub trait Collective: Send {
     /// Replaces the f32 elements of every member by their sums over the members, added in the order of
     /// members (an all-reduce). All slices have the same length.
     ///
     /// # Errors
-    /// Those of the devices and of what carries the values; the elements are then undefined.
+    /// Those of the devices and of the connection; the elements are then undefined.
     fn sum(&mut self, members: &[MemberSlice<'_>]) -> Result<()>;
 
     /// Gives each member its part of a matrix of `rows` rows (a scatter).
     ///
     /// # Errors
-    /// Those of the devices and of what carries the values, and `Invalid` for parts that are not of the
-    /// matrix; the parts are then undefined.
+    /// Those of the devices and of the connection, and `Invalid` for parts that are not of the matrix; the
+    /// parts are then undefined.
     fn deal(&mut self, from: &MemberSlice<'_>, rows: u32, to: &[MatrixPart<'_>]) -> Result<()>;
 
-    /// Puts a matrix of `rows` rows together from parts of it, which cover it (a gather).
+    /// Assembles a matrix of `rows` rows from parts that cover it (a gather).
     ///
     /// # Errors
-    /// Those of the devices and of what carries the values, and `Invalid` for parts that do not cover the
-    /// matrix; `to` is then undefined.
+    /// Those of the devices and of the connection, and `Invalid` for parts that do not cover the matrix; `to`
+    /// is then undefined.
     fn join(&mut self, from: &[MatrixPart<'_>], rows: u32, to: &MemberSlice<'_>) -> Result<()>;
 
     /// Puts together what members attended to of `rows` rows of `heads` heads of `dtype`: a row that has
@@ -66,8 +67,8 @@ pub trait Collective: Send {
     /// has the sink of each head, which join such rows here, or nothing.
     ///
     /// # Errors
-    /// Those of the devices and of what carries the values, and `Invalid` for parts that do not cover the
-    /// matrix; `to` is then undefined.
+    /// Those of the devices and of the connection, and `Invalid` for parts that do not cover the matrix; `to`
+    /// is then undefined.
     fn merge(
         &mut self,
         from: &[AttendedPart<'_>],

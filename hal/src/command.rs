@@ -130,9 +130,9 @@ pub trait Queue: Send {
     /// Submits a batch and returns immediately.
     fn submit(&mut self, cmds: &[Cmd]) -> Result<Ticket>;
 
-    /// Submits a batch of which `results` are read next, once it is done. A device that is reached over a
-    /// connection, or that maps memory to be read, has them come along with the end of the batch; for others
-    /// this is [`submit`](Self::submit).
+    /// Submits a batch whose `results` are read next, once it is done. A device behind a connection, or one
+    /// that maps memory to be read, sends the results with the batch's completion; for other devices this is
+    /// [`submit`](Self::submit).
     fn submit_for(&mut self, cmds: &[Cmd], results: &[Slice]) -> Result<Ticket> {
         let _ = results;
         self.submit(cmds)
@@ -153,7 +153,8 @@ pub trait Queue: Send {
         Err(Error::unsupported("no thread of this process runs this queue's batches"))
     }
 
-    /// Returns the end of what was submitted so far, for queues of other devices to [`follow`](Self::follow).
+    /// Returns the end of all batches submitted so far, for queues of other devices to
+    /// [`follow`](Self::follow).
     ///
     /// # Errors
     /// Those of the device, and `Unsupported` where [`Device::reaches`](crate::Device::reaches) is never
@@ -162,13 +163,13 @@ pub trait Queue: Send {
         Err(Error::unsupported("no other device can wait for this queue"))
     }
 
-    /// Has what is submitted from now on begin once `point` of another device's queue is reached, and returns
-    /// at once: devices wait for each other, and the host for neither. What fails before `point` is not told
-    /// here, and what follows then runs on whatever is there; so whoever uses its results waits for the
-    /// tickets of both queues.
+    /// Delays later submissions until `point` of another device's queue is reached, and returns at once: the
+    /// devices wait for each other, and the host for neither. A failure before `point` is not reported here,
+    /// and later batches then run on undefined data; so wait for the tickets of both queues before using
+    /// results.
     ///
     /// # Errors
-    /// Those of the device, and `Unsupported` for a point that is not one of its backend.
+    /// Those of the device, and `Unsupported` for a point that is not from its backend.
     fn follow(&mut self, point: &dyn QueuePoint) -> Result<()> {
         let _ = point;
         Err(Error::unsupported("this queue can wait for no other device"))

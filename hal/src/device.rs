@@ -10,7 +10,7 @@ use std::sync::Arc;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{reason}")]
 pub struct Absent {
-    /// The reason, and what would make a device available.
+    /// The reason, and how to make a device available.
     pub reason: String,
 }
 
@@ -129,10 +129,11 @@ pub struct Health {
 
 /// Enumerates and opens devices of one kind.
 pub trait Backend: Send + Sync {
-    /// Returns the backend's lower-case name, which is the first word of a selector.
+    /// Returns the backend's lower-case name, with which a selector begins.
     fn name(&self) -> &'static str;
 
-    /// Lists the devices present without opening them; never panics, whatever the machine lacks.
+    /// Lists the devices present without opening them; never panics, even if libraries or drivers are
+    /// missing.
     fn probe(&self) -> std::result::Result<Vec<DeviceInfo>, Absent>;
 
     /// Opens the device that `selector` names (`cpu@0`, `opencl:1`). The bare name means the first device, or
@@ -186,17 +187,17 @@ pub trait Device: Send + Sync {
     /// Creates a queue.
     fn queue(&self) -> Result<Box<dyn Queue>>;
 
-    /// Returns the memory that buffers could take now beside what is in use, by whomever; `None` if the
-    /// device cannot tell.
+    /// Returns the memory that new buffers could take, given the use by all processes; `None` if the device
+    /// cannot tell.
     fn memory_free(&self) -> Option<Bytes>;
 
     /// Reads the device's current health.
     fn health(&self) -> Health;
 }
 
-/// The methods of a [`Device`] that are those of a device inside it, for use in an `impl Device`:
-/// `forward_device!(self => self.inner; info, limits, pin)`. What is neither named here nor written does not
-/// compile.
+/// Forwards methods of a [`Device`] to a device inside it, for use in an `impl Device`: `forward_device!(self
+/// => self.inner; info, limits, pin)`. Each method must be forwarded or written; otherwise the `impl` does
+/// not compile.
 #[macro_export]
 macro_rules! forward_device {
     ($this:ident => $inner:expr; $($method:ident),+) => {

@@ -1,4 +1,4 @@
-//! Element types that travel between host, device and wire.
+//! Element types that host, devices and wire exchange.
 
 use crate::cast::{to_f32, to_i32, to_u32};
 use serde::{Deserialize, Serialize};

@@ -34,7 +34,7 @@ pub struct Offer {
     pub date: Option<String>,
 }
 
-/// Providers whose list prices include much besides the device and are three to five times those of others.
+/// Providers whose list prices include more than the device and are three to five times the usual price.
 pub const HYPERSCALERS: [&str; 3] = ["aws", "azure", "gcp"];
 
 fn is_hyperscaler(offer: &Offer) -> bool {
@@ -54,9 +54,9 @@ pub struct Selection {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PricePick {
-    /// The median over providers of each one's lowest price, so that a provider counts once however many
-    /// regions and sizes it lists. Hyperscalers count only if nobody else offers the device, and then with
-    /// their lowest price.
+    /// The median over providers of each one's lowest price, so that a provider counts once, however many
+    /// regions and sizes it lists. Hyperscalers count only if no other provider offers the device, and then
+    /// with their lowest price.
     #[default]
     Median,
     /// The lowest price of all.

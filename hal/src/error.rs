@@ -34,7 +34,7 @@ pub enum ErrorKind {
 pub struct Error {
     /// The class of the failure.
     pub kind: ErrorKind,
-    /// The cause in words and, where known, what to do about it.
+    /// The cause in plain text and, where known, what to do about it.
     pub detail: String,
 }
 

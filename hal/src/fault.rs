@@ -61,8 +61,8 @@ impl FaultPlan {
         FaultPlan { seed, rules: vec![Rule { fault, probability, from: 0, until: None }] }
     }
 
-    /// Whether any rule injects `fault`, whatever its factor; test doubles keep old bytes only for plans that
-    /// need them.
+    /// Whether any rule injects `fault`, at any factor; test doubles keep old bytes only for plans that need
+    /// them.
     pub fn mentions(&self, fault: Fault) -> bool {
         let kind = std::mem::discriminant(&fault);
         self.rules.iter().any(|rule| std::mem::discriminant(&rule.fault) == kind)

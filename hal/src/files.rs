@@ -1,8 +1,8 @@
 //! Opens files that come from outside, such as checkpoints, fleet files and keys.
 //!
-//! A file may be something else than it seems: a pipe that nobody writes to, a device without an end, a
-//! directory. Whoever reads files that others can place does so through this module, the only one here that
-//! touches a file system.
+//! A file may not be a regular one: it may be a pipe without a writer, an endless device, or a directory.
+//! Files that others can place are read through this module, the only one in this crate that touches a file
+//! system.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
@@ -27,7 +27,7 @@ pub fn open(path: &Path) -> io::Result<File> {
     if path == Path::new("/dev/stdin") || path.starts_with("/dev/fd") {
         return File::open(path);
     }
-    // Opening some devices has effects of its own, so that the kind is looked at before it is opened, too.
+    // The kind is also checked before opening, because opening some devices has side effects.
     check_regular(std::fs::metadata(path)?.file_type())?;
     let mut options = OpenOptions::new();
     options.read(true);
@@ -62,13 +62,13 @@ pub fn read(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
 /// Reads a whole file of text of at most [`TEXT_BYTES_MAX`].
 ///
 /// # Errors
-/// Those of [`read`], and `InvalidData` for what is no UTF-8.
+/// Those of [`read`], and `InvalidData` for text that is not UTF-8.
 pub fn read_text(path: &Path) -> io::Result<String> {
     let bytes = read(path, TEXT_BYTES_MAX)?;
     String::from_utf8(bytes).map_err(|error| io::Error::new(ErrorKind::InvalidData, error))
 }
 
-/// Refuses what is no regular file.
+/// Refuses everything but regular files.
 ///
 /// # Errors
 /// `InvalidInput`, which says what it is.

@@ -1,4 +1,4 @@
-//! What the threads that run several devices' batches do together between two of them.
+//! Synchronises the threads that run the batches of several devices, between two batches.
 
 use crate::{Result, Slice};
 use std::sync::Arc;
@@ -24,10 +24,10 @@ pub trait Meeting: Send + Sync {
     /// Exchanges what member `member` has in its `memory`, once all members have come as often.
     ///
     /// # Errors
-    /// Those of the memory, and `Closed` once a member will not come.
+    /// Those of the memory, and `Closed` once a member has left.
     fn meet(&self, member: usize, memory: &dyn BatchMemory) -> Result<()>;
 
-    /// Ends all meetings, for who waits and who comes later, because a member will not come.
+    /// Ends all meetings, present and future, because a member has left.
     fn end(&self);
 }
 

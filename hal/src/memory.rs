@@ -73,8 +73,8 @@ impl Slice {
     }
 }
 
-/// Host memory that neither moves nor is modified by its holders, such as a mapped checkpoint. Devices that
-/// support it use it in place.
+/// Host memory that is neither moved nor modified, such as a mapped checkpoint. Devices that support it use
+/// it in place.
 pub trait HostMemory: Send + Sync + std::fmt::Debug {
     /// Returns the bytes.
     fn as_bytes(&self) -> &[u8];
@@ -88,14 +88,13 @@ pub trait HostMemory: Send + Sync + std::fmt::Debug {
         Ok(())
     }
 
-    /// Says that these bytes are about to be used where they are, so that those of a file should be in
-    /// memory.
+    /// Announces that these bytes are about to be used in place, so that a file's bytes should be in memory.
     fn needed(&self, range: Range<usize>) {
         let _ = range;
     }
 
-    /// Says that these bytes were copied elsewhere and are not read again soon, so that those of a file need
-    /// not stay in memory.
+    /// Announces that these bytes were copied elsewhere and are not read again soon, so that a file's bytes
+    /// may leave memory.
     fn unneeded(&self, range: Range<usize>) {
         let _ = range;
     }
@@ -123,7 +122,7 @@ pub struct FileStamp {
     pub bytes: u64,
     /// Modification time (mtime), which the owner can set, in seconds and nanoseconds since 1970.
     pub modified: (i64, i64),
-    /// Status change time (ctime), which nobody can set, in seconds and nanoseconds since 1970.
+    /// Status change time (ctime), which programs cannot set, in seconds and nanoseconds since 1970.
     pub changed: (i64, i64),
 }
 
@@ -182,8 +181,8 @@ pub trait SharedMemory: Send + Sync {
         self.update(offset, data.len() as u64, &mut |place| place.copy_from_slice(data))
     }
 
-    /// Copies `data` to `offset` and returns the XXH3-64 of the copy, each part of which is hashed while it
-    /// is in the cache. It says what the memory has, whoever changes `data` meanwhile.
+    /// Copies `data` to `offset` and returns the XXH3-64 of the copy; each piece is hashed while it is in the
+    /// cache. The hash is that of the copied bytes, even if `data` changes during the copy.
     ///
     /// # Errors
     /// As `update`.

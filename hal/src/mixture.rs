@@ -50,7 +50,7 @@ pub struct ExpertRouting {
 }
 
 impl ExpertRouting {
-    /// What is added to a sum of sigmoids that others are divided by.
+    /// Added to a sum of sigmoids before dividing by it.
     pub const SUM_MIN: f32 = 1e-20;
 
     /// `active` of `experts` by softmax, without groups.
@@ -124,9 +124,9 @@ pub struct GroupedRows {
     /// Experts that are expected to have rows; the bytes of weights are proportional to it, the result does
     /// not depend on it.
     pub touched: u32,
-    /// Choices that are expected to be of none of these experts, which are then a share of a layer's:
-    /// `starts` begin beyond 0 or end before `choices`, and the rows of choices outside of them stay as they
-    /// are. 0 where every choice is of one of these experts; otherwise the result does not depend on it.
+    /// Expected number of choices that fall on experts outside this share of a layer's: `starts` begin beyond
+    /// 0 or end before `choices`, and the rows of choices outside of them stay as they are. 0 if every choice
+    /// is one of these experts. Affects predictions only, not results.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub others: u32,
 }
@@ -190,10 +190,9 @@ impl GroupedRows {
 }
 
 impl OpSig {
-    /// An operation of about the same arithmetic and traffic that engines have always had, whose time stands
-    /// for this one's where nothing of its kind was measured: for `GroupedGemm` a plain product with as many
-    /// rows as an expert has and the columns of all experts that have some, for `Route` a draw, for `Combine`
-    /// and `CopyColumns` the selection of rows.
+    /// An older operation of about the same arithmetic and traffic, whose time is used if this operation was
+    /// not measured: for `GroupedGemm` a plain product with as many rows as an expert has and the columns of
+    /// all experts that have some, for `Route` a draw, for `Combine` and `CopyColumns` the selection of rows.
     pub fn equivalent(&self) -> Option<OpSig> {
         Some(match *self {
             OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } => {

@@ -135,7 +135,7 @@ pub enum OpSig {
         heads: u32,
         /// Length of a head; even if all of it is rotated.
         head_dim: u32,
-        /// What is rotated, if that is not all of a head.
+        /// The rotated part of a head, if not all of it is rotated.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         part: Option<RotaryPart>,
         /// Dtype of `x`.
@@ -225,8 +225,8 @@ pub enum OpSig {
         rows: u32,
         /// Length of a head.
         head_dim: u32,
-        /// Heads, each of whose sinks joins the sums of its rows, which are those of a number that leaves its
-        /// own as the remainder; 0 without sinks.
+        /// Heads with an attention sink: the sink adds its exponential to the row's sum and nothing to the
+        /// output; 0 without sinks.
         #[serde(default, skip_serializing_if = "is_zero")]
         sinks: u32,
         /// Dtype of `out`.
@@ -287,9 +287,9 @@ pub enum OpSig {
         /// Whether a bias operand follows the weights.
         bias: bool,
     },
-    /// Sums up what each token's experts made of it, in the order of its choices, in f32:
-    /// `out[t] (+)= sum of weights[t, i] * x[t, i]`. `x [tokens, active, cols]`, `weights [tokens, active]`
-    /// f32, `out [tokens, cols]` f32.
+    /// Sums the experts' outputs for each token, in the order of its choices, in f32: `out[t] (+)= sum of
+    /// weights[t, i] * x[t, i]`. `x [tokens, active, cols]`, `weights [tokens, active]` f32, `out [tokens,
+    /// cols]` f32.
     Combine {
         /// Tokens.
         tokens: u32,
@@ -334,7 +334,7 @@ pub enum OpSig {
         /// Number of bytes, a multiple of 4.
         bytes: u64,
     },
-    /// Sets every 32-bit word of `to [bytes]`.
+    /// Sets every 32-bit value of `to [bytes]`.
     Fill {
         /// Number of bytes, a multiple of 4.
         bytes: u64,

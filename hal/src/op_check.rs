@@ -6,7 +6,7 @@ impl OpSig {
     /// Checks what the type cannot express, such as divisibility.
     ///
     /// # Errors
-    /// A message that says what is wrong.
+    /// A message that states the violation.
     pub fn check(&self) -> Result<(), String> {
         let heads_divide = |heads: u32, kv_heads: u32| {
             if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {

@@ -1,16 +1,16 @@
 //! The one list of operations and their fields, from which names and compact codecs are derived.
 //!
-//! Profiles and traces have the form of `serde`, which is to be read by people and by later releases.
-//! Processes that lend devices to each other are of one release and write whole batches: they have the form
-//! of a [`FieldCodec`], a few bytes for an operation.
+//! Profiles and traces use the form of `serde`, which people and later releases can read. Processes that lend
+//! devices to each other are of one release and write whole batches: they use the form of a [`FieldCodec`], a
+//! few bytes for an operation.
 
 use crate::op::{
     ColumnsOf, ExpertRouting, GroupedRows, KvShape, LatentKv, OpSig, RotaryPart, Scalar, Scoring,
 };
 use crate::{CodeKind, DType, MatrixKind, Quantised, Result, ScaleKind, ZeroKind};
 
-/// Writes or reads fields. A writer leaves them as they are, a reader replaces them; each method fails when
-/// what is read is no such value.
+/// Writes or reads fields. A writer leaves them as they are, a reader replaces them; each method fails if the
+/// input is not such a value.
 pub trait FieldCodec {
     /// A dimension, which is not zero.
     fn dim(&mut self, value: &mut u32) -> Result<()>;

@@ -70,7 +70,7 @@ fn a_signature_survives_json_and_wrong_shapes_are_named() {
     assert!(rope.check().unwrap_err().contains("odd"));
 }
 
-/// DeepSeek-V3 with 16 heads: what is kept of a token is read once, as key and as value.
+/// DeepSeek-V3 with 16 heads: a token's latent is read once, as key and as value.
 #[test]
 fn keys_that_contain_their_values_have_one_pool_and_a_scale_of_their_own() {
     let latent = Some(LatentKv { rank: 512, scale: crate::Scalar(0.125) });

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 pub enum OperandAccess {
     /// The operand is only read.
     Read,
-    /// Every element is overwritten, whatever it held before.
+    /// Every element is overwritten; the previous content is irrelevant.
     Write,
     /// The operand is updated in place or in part, like paged KV.
     ReadWrite,
@@ -60,16 +60,16 @@ pub struct KvShape {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct LatentKv {
-    /// The value of a key is its first so many numbers.
+    /// The value of a key is the first numbers of that key.
     pub rank: u32,
     /// What scores are multiplied by, which the length of a key does not say here.
     pub scale: Scalar,
 }
 
 impl KvShape {
-    /// Elements that a head of one token takes as `dtype`: its own and, behind codes of eight bits, the four
-    /// bytes of their scale ([`scaled`](crate::scaled)). Latents of eight bits, which engines of others keep,
-    /// have none.
+    /// Elements that a head of one token takes as `dtype`: its own and, after eight-bit codes, the four bytes
+    /// of their scale ([`scaled`](crate::scaled)). Eight-bit latents, as external engines keep them, have no
+    /// scale.
     pub const fn head_elements(&self, dtype: DType) -> u64 {
         let has_scale = dtype.is_scaled() && self.latent.is_none();
         self.head_dim as u64 + if has_scale { SCALE_BYTES as u64 } else { 0 }
@@ -108,7 +108,7 @@ impl KvShape {
         self.wire_elements(1, wire).saturating_mul(wire.size_bytes())
     }
 
-    /// Elements of so many tokens' keys and values of one layer, in the wire layout of this dtype.
+    /// Elements of the keys and values of `tokens` tokens in one layer, in the wire layout of this dtype.
     pub(crate) fn wire_elements(&self, tokens: u32, wire: DType) -> u64 {
         product(&[tokens, self.pools(), self.kv_heads]).saturating_mul(self.head_elements(wire))
     }
@@ -128,7 +128,7 @@ impl KvShape {
 }
 
 impl OpSig {
-    /// Whether an operand of it holds heads of KV with scales ([`scaled`](crate::scaled)).
+    /// Whether one of the operands holds heads of KV with scales ([`scaled`](crate::scaled)).
     pub fn has_scales(&self, operand: &Operand) -> bool {
         let of_gather = matches!(self, OpSig::KvGather { .. }) && operand.name == "out";
         operand.dtype.is_scaled() && (of_gather || matches!(operand.name, "k_pool" | "v_pool" | "wire"))
@@ -159,9 +159,9 @@ impl OpSig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct RotaryPart {
-    /// The first number of it.
+    /// The first number of the window.
     pub first: u32,
-    /// Numbers of it; even.
+    /// Numbers in the window; even.
     pub length: u32,
     /// Whether a pair is two neighbours (2i, 2i + 1), as in DeepSeek, and not (i, i + length/2).
     pub interleaved: bool,
@@ -188,8 +188,8 @@ pub struct ColumnsOf {
     pub first: u32,
 }
 
-/// Dimensions come from other processes too: a product that does not fit is the largest number, of which no
-/// memory has so many elements.
+/// Dimensions come from other processes too: a product that overflows becomes the largest number, which
+/// exceeds every memory.
 pub(crate) fn product(dims: &[u32]) -> u64 {
     dims.iter().fold(1, |all: u64, &dim| all.saturating_mul(u64::from(dim)))
 }

@@ -1,7 +1,7 @@
-//! Engines of others (vLLM, llama.cpp) that answer OpenAI's bodies, as the runtime drives them.
+//! External engines (vLLM, llama.cpp) that speak the OpenAI API, as the runtime drives them.
 //!
-//! An engine is asked with the client's own body, and what it answers is passed on as it is. What is read of
-//! it here is what the runtime must know: whether it is an answer, where it ends, and how long it got.
+//! An external engine gets the client's own body, and its answer is passed on unchanged. The runtime reads
+//! only what it needs: whether the answer is an error, where it ends, and its length.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -72,13 +72,13 @@ impl PassedPath {
     }
 }
 
-/// What an engine answers to a request that is passed on unread, whatever its status.
+/// An external engine's response to a request that is passed on unread, with any status.
 pub struct PassedAnswer {
     /// The status.
     pub status: u16,
     /// What kind of document it is, in the engine's words.
     pub content_type: Option<String>,
-    /// Bytes of the whole answer, if that is told at its beginning.
+    /// Bytes of the whole answer, if its head says so.
     pub length: Option<u64>,
     /// Its bytes. Dropping it ends it at the engine.
     pub body: Box<dyn PassedBody>,
@@ -104,18 +104,18 @@ pub struct EngineCall {
     pub stream: bool,
     /// The part of the answer that the client has already, if another engine began it.
     pub begun: Option<BegunAnswer>,
-    /// Maximum number of tokens to generate, whatever the body says ([`LENGTH_FIELDS`]).
+    /// Maximum number of tokens to generate; overrides the body's ([`LENGTH_FIELDS`]).
     pub tokens_max: Option<u32>,
     /// The span that the answer is part of, as W3C's `traceparent` has it.
     pub trace: Option<String>,
-    /// What of it this engine does.
+    /// The phases of the request that this engine runs.
     pub share: EngineShare,
 }
 
 /// What of a request an engine does.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum EngineShare {
-    /// All of it.
+    /// All phases.
     #[default]
     Whole,
     /// It computes the prompt, keeps its KV for another engine, and answers with a [`EngineHandOff`].
@@ -149,7 +149,7 @@ pub enum EngineAnswer {
     HandedOff {
         /// What the engine that answers needs.
         hand_off: EngineHandOff,
-        /// Lengths, if the engine told them.
+        /// Lengths, if the engine reported them.
         usage: Option<EngineUsage>,
     },
     /// The engine says that the request is at fault: a status from 400 to 499, and its document.
@@ -166,11 +166,11 @@ pub enum EngineAnswer {
 pub struct WholeAnswer {
     /// The document, as the client gets it.
     pub body: Vec<u8>,
-    /// Lengths, if the engine told them.
+    /// Lengths, if the engine reported them.
     pub usage: Option<EngineUsage>,
     /// Number of its choices.
     pub choices: u32,
-    /// Of them, those that ended because they reached their bound of tokens.
+    /// Choices that ended because they reached their token limit.
     pub at_limit: u32,
 }
 
@@ -205,7 +205,7 @@ pub struct EngineChunk {
 }
 
 impl EngineChunk {
-    /// Whether a token came with it.
+    /// Whether a token came with this event.
     pub fn has_token(&self) -> bool {
         self.adds_other || !self.text.is_empty()
     }
@@ -218,20 +218,20 @@ pub struct EngineUsage {
     pub prompt_tokens: u32,
     /// Tokens of the answer, all choices together.
     pub completion_tokens: u32,
-    /// Tokens of the prompt whose KV was reused, if that is told.
+    /// Prompt tokens whose KV was reused, if the engine reports them.
     pub cached_tokens: Option<u32>,
 }
 
-/// How a request is asked as a canary: a short copy of it, drawn greedily, that shares no cached KV.
+/// How a request is repeated as a canary: a short copy, sampled greedily, that shares no cached KV.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CanaryTerms {
     /// Salt of its prefix cache.
     pub salt: String,
     /// Tokens of its answer.
     pub tokens: u32,
-    /// Most likely tokens that are listed for each of them.
+    /// Most likely tokens listed for each position.
     pub ranked: u32,
-    /// Whether the engine is asked to have others go first.
+    /// Whether the engine should serve other requests first.
     pub is_low_priority: bool,
 }
 
@@ -253,7 +253,7 @@ pub struct RankedToken {
     pub logprob: f64,
 }
 
-/// What is wrong when an engine gives no answer.
+/// Why an engine gave no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EngineFaultKind {
     /// It cannot be reached.
@@ -264,7 +264,7 @@ pub enum EngineFaultKind {
     Busy,
     /// It says that it failed.
     Failed,
-    /// What it says is not an answer to what it was asked.
+    /// The response is not an answer to the request.
     Malformed,
     /// Its connection broke, or the answer ended before it was complete.
     Cut,
@@ -297,7 +297,7 @@ impl EngineFaultKind {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{detail}")]
 pub struct EngineFault {
-    /// What is wrong.
+    /// The cause.
     pub kind: EngineFaultKind,
     /// The cause, for clients and operators; no address and no key.
     pub detail: String,
@@ -317,7 +317,7 @@ impl EngineFault {
 pub struct EngineState {
     /// Its version, in its own words.
     pub version: Option<String>,
-    /// The models that it serves, by the names by which it is asked.
+    /// The models that it serves, by the names used in requests.
     pub models: Vec<EngineModel>,
     /// Tokens that fit into its KV memory.
     pub kv_tokens: Option<u64>,
@@ -337,7 +337,7 @@ pub struct EngineState {
     pub hands_off: bool,
     /// Whether it will end, and takes no further requests.
     pub leaving: bool,
-    /// What it does not tell, and what follows from that, a sentence each.
+    /// Facts that the engine does not report, and the consequence of each, one sentence each.
     pub missing: Vec<String>,
 }
 
@@ -346,7 +346,7 @@ pub struct EngineState {
 pub struct EngineModel {
     /// Its name there.
     pub name: String,
-    /// Tokens of prompt and answer together, if that is told.
+    /// Tokens of prompt and answer together, if the engine reports them.
     pub context: Option<u32>,
 }
 
@@ -381,7 +381,7 @@ pub enum EngineKvChange {
         /// The part.
         part: u32,
     },
-    /// Changes were missed: what is there is not known any more.
+    /// Changes were missed: the cache's content is no longer known.
     Lost {
         /// The part.
         part: u32,
@@ -401,12 +401,12 @@ pub trait EngineKvFeed: Send {
     fn next(&mut self) -> EngineFuture<'_, Vec<EngineKvChange>>;
 }
 
-/// An engine of others.
+/// An external engine.
 pub trait OutsideEngine: Send + Sync {
     /// Kind and address for display, without keys; unique in a fleet.
     fn name(&self) -> &str;
 
-    /// Asks for its health, then for what it tells of itself.
+    /// Requests its health, then the facts that it reports about itself.
     ///
     /// # Errors
     /// Why it cannot serve now.
@@ -418,8 +418,8 @@ pub trait OutsideEngine: Send + Sync {
     /// Why it does not tell.
     fn follow_kv(&self) -> EngineFuture<'_, Result<Box<dyn EngineKvFeed>, EngineFault>>;
 
-    /// The token ids of a request's prompt, by its own tokenizer and template; none if blocks that hold
-    /// other things than these tokens, such as images, would be reused for it.
+    /// The token ids of a request's prompt, by the engine's own tokenizer and template; none if the prompt
+    /// holds other content, such as images, whose blocks must not be reused by token ids.
     ///
     /// # Errors
     /// Why it gives none.
@@ -433,7 +433,7 @@ pub trait OutsideEngine: Send + Sync {
     /// [`EngineFaultKind::NotTaken`], which costs nothing.
     ///
     /// # Errors
-    /// Why there is no answer; nothing of it has been passed on then.
+    /// Why there is no answer; nothing has been passed on then.
     fn ask<'a>(&'a self, call: &'a EngineCall) -> EngineFuture<'a, Result<EngineAnswer, EngineFault>>;
 
     /// Whether all KV that it sends or takes is checked by digest, so that none is used damaged.
@@ -441,7 +441,7 @@ pub trait OutsideEngine: Send + Sync {
         false
     }
 
-    /// The body that asks a request as a canary.
+    /// The body of a canary request.
     ///
     /// # Errors
     /// Why it cannot be asked so; by default it cannot.

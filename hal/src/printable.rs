@@ -28,7 +28,7 @@ fn escaped<'a>(text: &'a str, is_escaped: &dyn Fn(char) -> bool) -> Cow<'a, str>
     let mut shown = String::with_capacity(text.len() + 8);
     for letter in text.chars() {
         match is_escaped(letter) {
-            // Four digits, as in JSON: what is escaped here has no more.
+            // Four digits, as in JSON: escaped characters need no more.
             true => write!(shown, "\\u{:04x}", u32::from(letter)).unwrap_or_default(),
             false => shown.push(letter),
         }

@@ -387,7 +387,7 @@ mod tests {
 
     #[test]
     fn a_staircase_over_rows_keeps_its_steps() {
-        // tiles of 8 rows, measured at both ends of each step of one shape, and where steps end of others
+        // tiles of 8 rows; for one shape both ends of each step are measured, for other shapes only the ends
         let sig = |m: u32, n: u32| match gemm(m) {
             OpSig::Gemm { k, x, weight, out, bias, accumulate, .. } => {
                 OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }

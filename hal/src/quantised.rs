@@ -212,9 +212,9 @@ pub struct Quantised {
 pub struct QuantisedPart {
     /// Its name: `codes`, `high`, `scales`, `zeros`, `supers` or `outer`.
     pub name: &'static str,
-    /// Its element type; words hold packed codes.
+    /// Element type of the array; packed codes are held in 32-bit words.
     pub dtype: DType,
-    /// Elements of a row of it.
+    /// Elements per row of the array.
     pub columns: u64,
     /// Rows of all matrices together.
     pub rows: u64,
@@ -266,10 +266,10 @@ impl Quantised {
         }
     }
 
-    /// The arrays of so many matrices of this size, in the order in which operations take them:
-    /// `codes [matrices, rows, words]`; `high`, likewise, with codes of 5 and 6 bits; `scales [matrices,
-    /// groups of rows, groups of columns]`, integers four to a word; `zeros`, likewise, with zero points or
-    /// minima; `supers [matrices, rows, columns / 256, 1 or 2]` f16 with integer scales; `outer [matrices]`.
+    /// The arrays of `matrices` matrices of this size, in the order in which operations take them: `codes
+    /// [matrices, rows, words]`; `high`, likewise, with codes of 5 and 6 bits; `scales [matrices, groups of
+    /// rows, groups of columns]`, integers four to a word; `zeros`, likewise, with zero points or minima;
+    /// `supers [matrices, rows, columns / 256, 1 or 2]` f16 with integer scales; `outer [matrices]`.
     pub fn parts(&self, matrices: u32, rows: u32, columns: u32) -> Vec<QuantisedPart> {
         let (matrices, all) = (u64::from(matrices), u64::from(matrices) * u64::from(rows));
         let part = |name, dtype, rows, columns| QuantisedPart { name, dtype, rows, columns };
@@ -305,15 +305,15 @@ impl Quantised {
         2 + high + zeros + (self.supers() > 0) as usize + self.outer as usize
     }
 
-    /// Bytes of so many matrices of this size.
+    /// Bytes of `matrices` matrices of this size.
     pub fn bytes(&self, matrices: u32, rows: u32, columns: u32) -> u64 {
         MatrixKind::Quantised(*self).bytes(matrices, rows, columns)
     }
 
-    /// Checks that the description makes sense, and that rows of so many columns can be stored by it.
+    /// Checks that the description is consistent, and that it can store rows of `columns` columns.
     ///
     /// # Errors
-    /// A message that says what is wrong.
+    /// A message that states the violation.
     pub fn check(&self, columns: u32) -> Result<(), String> {
         let whole = |of: u32, what: &str| match columns.is_multiple_of(of) {
             true => Ok(()),
@@ -393,7 +393,7 @@ struct DecodedArray<'a> {
 }
 
 impl DecodedArray<'_> {
-    /// Returns an integer of so many bits from a row of words.
+    /// Returns an integer of `bits` bits from a row of 32-bit words.
     fn field(self, row: usize, column: usize, bits: u32) -> u32 {
         let per_word = (32 / bits) as usize;
         let word = crate::cast::to_u32(self.values[row * self.row_values + column / per_word]);
@@ -427,7 +427,7 @@ pub enum MatrixKind {
 }
 
 impl MatrixKind {
-    /// The arrays of so many matrices of this size; a plain one is `weight`.
+    /// The arrays of `matrices` matrices of this size; a plain one is `weight`.
     pub fn parts(&self, matrices: u32, rows: u32, columns: u32) -> Vec<QuantisedPart> {
         match self {
             MatrixKind::Plain(dtype) => {
@@ -438,14 +438,14 @@ impl MatrixKind {
         }
     }
 
-    /// Bytes of so many matrices of this size.
+    /// Bytes of `matrices` matrices of this size.
     pub fn bytes(&self, matrices: u32, rows: u32, columns: u32) -> u64 {
         let parts = self.parts(matrices, rows, columns);
         let bytes = |part: &QuantisedPart| part.elements().saturating_mul(part.dtype.size_bytes());
         parts.iter().map(bytes).fold(0, u64::saturating_add)
     }
 
-    /// Dtype of a bias of a product with it.
+    /// Dtype of the bias in a product with this weight.
     pub const fn bias(&self) -> DType {
         match self {
             MatrixKind::Plain(dtype) => *dtype,

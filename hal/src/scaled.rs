@@ -4,11 +4,11 @@
 //! (little endian). An element is its code times the scale. So it is in the wire layout of KV; in its pages a
 //! backend puts the same bytes where it likes.
 //!
-//! Whoever writes a head takes the least power of two as its scale by which the largest magnitude is no more
-//! than the largest code, and rounds to the nearest code, ties to even. No product with such a scale, or with
-//! its inverse, is rounded: all devices write the same codes, and KV of eight bits that went through a wider
-//! type comes back as it was. Magnitudes below 2^-100 count as that, so that no scale is subnormal. A head
-//! with an element that is not finite has NaN as its scale.
+//! The scale of a head is the least power of two that brings its largest magnitude to at most the largest
+//! code; codes are rounded to nearest, ties to even. Multiplying by such a scale, or by its inverse, never
+//! rounds: all devices write the same codes, and eight-bit KV that passed through a wider type is unchanged.
+//! Magnitudes below 2^-100 count as 2^-100, so that no scale is subnormal. A head with an element that is not
+//! finite has NaN as its scale.
 
 use crate::DType;
 use crate::cast::low_u8;
@@ -16,7 +16,7 @@ use crate::cast::low_u8;
 /// Bytes of a scale.
 pub const SCALE_BYTES: usize = 4;
 
-/// The magnitude below which none has a scale of its own: 2^-100.
+/// The smallest magnitude that determines a scale: 2^-100.
 const LEAST: f32 = f32::from_bits(27 << 23);
 
 /// The scale of a head whose largest magnitude this is.

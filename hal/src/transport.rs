@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What a peer needs to access a registered region. Possession of it grants access, so it travels only
-/// between ends that trust each other.
+/// Everything that a peer needs to access a registered region. Possession of it grants access, so it is sent
+/// only between ends that trust each other.
 #[derive(Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Descriptor {
     /// Name of the transport.
@@ -122,7 +122,7 @@ pub trait Endpoint: Send {
     ///
     /// # Errors
     /// `Timeout` while the batch is in flight; `Closed` if it was cancelled or already waited for; otherwise
-    /// whatever broke it.
+    /// the error that broke it.
     fn wait(&mut self, transfer: TransferId, timeout: Duration) -> Result<()>;
 
     /// Abandons a batch. Its pieces may have landed or may still land until the peer deregisters the region.

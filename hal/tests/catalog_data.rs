@@ -11,7 +11,7 @@ type Row = HashMap<String, String>;
 fn rows(name: &str) -> Option<Vec<Row>> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data").join(name);
     if !path.exists() {
-        eprintln!("SKIPPED: ../shared/data/{name} is absent; the catalog was not compared with it");
+        eprintln!("SKIPPED: ../shared/data/{name} is absent; catalog not compared");
         return None;
     }
     let mut reader = csv::ReaderBuilder::new().comment(Some(b'#')).from_path(&path).expect("readable");

@@ -9,7 +9,7 @@ use mixfleet_hal::{
 use std::any::Any;
 use std::sync::{Arc, Mutex};
 
-/// Notes what it is asked.
+/// Records the calls.
 struct Noting {
     info: DeviceInfo,
     asked: Mutex<Vec<&'static str>>,

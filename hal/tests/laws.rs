@@ -12,9 +12,9 @@ use mixfleet_hal::profile::{DeviceProfile, EvidenceBasis, Predictor};
 const LAW_MAX: f64 = 0.08;
 /// For an L40S's products, whose measurements of equal work disagree by 11 %.
 const L40S_GEMM_MAX: f64 = 0.12;
-/// Tables that 40 points do not predict as well, and what is allowed there: decode attention of kernels with
-/// and without groups, over 12 pairs of head counts, each with steps of its own; and fp8 products, which
-/// dispatch among more kernels than bf16 ones.
+/// Tables that 40 points predict less well, and their tolerances: decode attention of kernels with and
+/// without groups, over 12 pairs of head counts, each with steps of its own; and fp8 products, which dispatch
+/// among more kernels than bf16 ones.
 const BEYOND: [(&str, LawKind, DType, f64); 3] = [
     ("A100-SXM-80GB", LawKind::AttnDecode, DType::Bf16, 0.09),
     ("RTX-PRO-6000-SE", LawKind::AttnDecode, DType::Bf16, 0.081),
@@ -91,7 +91,8 @@ fn a_part_without_laws_borrows_those_of_its_relatives_and_says_so() {
     assert!(catalog::part("MI300X").expect("a part").reached_profile().is_none());
 }
 
-/// What a part without a point of its own can expect: each part with laws from its nearest relative's.
+/// The error to expect for a part without measured points: each part with laws is predicted from its nearest
+/// relative.
 #[test]
 fn a_relatives_laws_are_nearer_than_the_datasheet() {
     let Some(parts) = by_part() else { return };

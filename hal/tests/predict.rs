@@ -159,7 +159,7 @@ fn all() -> Option<[Measured; 3]> {
     Some([gemms()?, decodes()?, prefills()?])
 }
 
-/// A device that is left out, and what is known of it.
+/// A held-out device, and its known points.
 struct LeftOut {
     others: Vec<DeviceProfile>,
     known: DeviceProfile,
@@ -267,7 +267,7 @@ fn others_do_not_hurt_a_part_that_is_unlike_them() {
     }
 }
 
-/// Tables of further parts, laid beside those of the five in the same formats.
+/// Tables of further parts, in the same formats as those of the five.
 #[test]
 fn further_parts_are_predicted_within_15_percent_from_32_points() {
     let Some(kinds) = all() else { return };
@@ -347,7 +347,7 @@ fn a_profile_that_borrows_is_a_profile_like_any_other() {
     );
     let errors = errors_by_kind(&Predictor::new(&filled), &case.held);
     println!("left out l40s, as a profile: {}", said(errors));
-    // what is said to be likely is what it is, within a factor
+    // the stated likely error is right within a factor
     for (said, error) in predictor.expected_errors().iter().zip(errors) {
         println!("left out l40s, expected of {}: {:.4} with {:?}", said.op, said.error, said.from);
         assert!((0.3..3.0).contains(&(said.error / error)), "{said:?}: {error:.4}");

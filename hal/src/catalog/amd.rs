@@ -181,7 +181,7 @@ pub(super) const PARTS: &[Part] = &[
         scale_up: None,
         confidence: B,
         sources: "evokernel; press",
-        note: "graphics of the processor; memory is shared with it",
+        note: "integrated graphics; shares the processor's memory",
     },
     Part {
         id: "EPYC-9654",
@@ -196,7 +196,7 @@ pub(super) const PARTS: &[Part] = &[
         scale_up: None,
         confidence: B,
         sources: "cores x clock x width",
-        note: "one socket at base clock; memory depends on what is fitted",
+        note: "one socket at base clock; memory depends on the modules fitted",
     },
     Part {
         id: "EPYC-9755",
@@ -211,6 +211,6 @@ pub(super) const PARTS: &[Part] = &[
         scale_up: None,
         confidence: B,
         sources: "cores x clock x width",
-        note: "one socket at base clock; memory depends on what is fitted",
+        note: "one socket at base clock; memory depends on the modules fitted",
     },
 ];

@@ -29,8 +29,8 @@ const NAMES: [(&str, &str); 19] = [
 /// Precedes the name of a part that is simulated.
 pub const SIMULATED: &str = "simulated ";
 
-/// Returns the part that a driver calls `name`, of which it may be a MIG slice (`... MIG 1g.10gb`), or that a
-/// simulated device of this name stands for.
+/// Returns the part that a driver calls `name`. The name may be that of a MIG slice (`... MIG 1g.10gb`) or of
+/// a simulated device.
 pub fn part_of_driver(name: &str) -> Option<&'static Part> {
     let name = name.strip_prefix(SIMULATED).unwrap_or(name);
     let name = name.split_once(" MIG ").map_or(name, |(whole, _)| whole);

@@ -115,7 +115,7 @@ pub struct MeasuredLaw {
     pub rows: usize,
     /// Mean relative error of what the points predict, over all rows.
     pub error: f64,
-    /// The same over the rows that were neither chosen nor looked at by the choice.
+    /// The same over the held-out rows, which the choice never used.
     pub error_unseen: f64,
     /// The points.
     pub points: Vec<Point>,
@@ -143,7 +143,7 @@ impl MeasuredLaw {
     pub fn parse(text: &str) -> Result<Vec<MeasuredLaw>, String> {
         let mut laws: Vec<MeasuredLaw> = Vec::new();
         for line in text.lines().filter(|line| !line.starts_with('#') && !line.is_empty()) {
-            let wrong = || format!("'{line}' is neither the head of a law nor a point of one");
+            let wrong = || format!("'{line}' is neither a law heading nor a point");
             if line.starts_with("law ") {
                 laws.push(head(line).ok_or_else(wrong)?);
                 continue;

@@ -194,9 +194,9 @@ impl Part {
         Bytes(self.memory.size_gb * GB)
     }
 
-    /// Turns the datasheet into a profile without measured points: a roofline. It is a claim, of which real
-    /// kernels reach 40 to 95 %. The launch costs are the constants above. Dtypes without units of their own
-    /// use the first known rate (f32 if known).
+    /// Turns the datasheet into a profile without measured points: a roofline. It is an upper bound: real
+    /// kernels reach 40 to 95 % of it. The launch costs are the constants above. Dtypes without units of
+    /// their own use the first known rate (f32 if known).
     pub fn profile(&self) -> DeviceProfile {
         let dtypes = [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3];
         let compute = dtypes.iter().filter_map(|&dtype| Some((dtype, self.rates.of(dtype)?))).collect();
@@ -238,7 +238,7 @@ impl Part {
         known.into_iter().filter_map(|(format, tera)| Some((format, FlopPerSecond(tera? * 1e12)))).collect()
     }
 
-    /// Returns what was published about its kernels, as points that predict the rest.
+    /// Returns published kernel times of the part, as points that predict the rest.
     pub fn laws(&self) -> &'static [MeasuredLaw] {
         law::laws(self.id)
     }

@@ -15,7 +15,7 @@ pub fn closest_names<'a>(wanted: &str, candidates: impl IntoIterator<Item = &'a 
             let known = plain(name);
             let inside = contains(&known, &wanted) || contains(&wanted, &known);
             let distance = edits(&wanted, &known);
-            // a part of a name is a good guess however much of it is missing
+            // a part of a name is a good guess, even if much of the name is missing
             let score = if inside { distance.min(1) } else { distance };
             (inside || distance * 2 <= wanted.len().max(known.len())).then_some((score, name))
         })

@@ -286,6 +286,6 @@ pub(super) const PARTS: &[Part] = &[
         scale_up: None,
         confidence: C,
         sources: "cores x clock x width",
-        note: "one socket; memory depends on what is fitted",
+        note: "one socket; memory depends on the modules fitted",
     },
 ];

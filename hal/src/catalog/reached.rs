@@ -49,8 +49,8 @@ pub(super) fn reached(id: &str) -> Option<&'static MeasuredEfficiency> {
     REACHED.iter().find(|reached| reached.id == id)
 }
 
-/// Likely error of what one part's laws say about another of the same architecture: what those of the H100
-/// and the H200 are off by about each other, 4 to 11 %. `hal/tests/laws.rs` prints these errors.
+/// Likely error when one part's laws predict another part of the same architecture: the H100 and the H200
+/// predict each other to 4 to 11 %. `hal/tests/laws.rs` prints these errors.
 const SAME: f64 = 0.10;
 /// The same for another architecture: L40S, RTX PRO 6000 and A100 by each other, 13 to 37 %.
 const ANOTHER: f64 = 0.30;
@@ -99,7 +99,7 @@ pub(super) fn profile(part: &Part) -> Option<DeviceProfile> {
     (!profile.points.is_empty()).then_some(profile)
 }
 
-/// Returns what was measured on the part itself, and how far it is off.
+/// Returns the measurements of the part itself, and their error.
 fn own(part: &Part, roof: &DeviceProfile, kind: LawKind, dtype: DType) -> Option<(Option<f64>, Vec<Point>)> {
     if let Some(law) = law_of(part.id, kind, dtype) {
         return Some((Some(law.error), law.points.clone()));
@@ -111,7 +111,7 @@ fn own(part: &Part, roof: &DeviceProfile, kind: LawKind, dtype: DType) -> Option
     (!points.is_empty()).then_some((None, points))
 }
 
-/// Returns what the part's relatives predict for the operations that the nearest of them measured.
+/// Returns what the part's relatives predict for the operations measured on the nearest of them.
 fn borrowed(
     part: &Part,
     borrowing: &Predictor,
@@ -168,8 +168,8 @@ fn attention_in(mut sig: OpSig, queries: DType, keys: DType) -> OpSig {
     sig
 }
 
-/// Returns a point as it was measured and in the dtypes that run the same kernels: f16 as bf16, and attention
-/// whatever the dtype of what surrounds it.
+/// Returns a point as measured, and in the dtypes that run the same kernels: f16 as bf16, and attention in
+/// every dtype of its surroundings.
 fn alike(point: &Point) -> Vec<Point> {
     use DType::{Bf16, F8E4m3, F16};
     let with = |sig: OpSig| Point { sig, time: point.time };
@@ -199,8 +199,8 @@ fn alike(point: &Point) -> Vec<Point> {
 }
 
 impl MeasuredEfficiency {
-    /// Returns the operations at which the shares were measured, enough of them that predictions in between
-    /// stay between the shares.
+    /// Returns the operations at which the shares were measured; they are close enough that predictions in
+    /// between stay between the shares.
     fn shares(&self) -> Vec<(OpSig, f64)> {
         let x = DType::Bf16;
         let gemm = |m, n, k| {

@@ -21,7 +21,7 @@ const fn others(id: &'static str, usd_per_hour: f64, date: &'static str) -> Refe
     ReferenceOffer { id, usd_per_hour, source: "built-in median of smaller clouds", date }
 }
 
-/// Makes an entry from the lowest offer of aws, azure and gcp, for parts that nobody else was seen to offer.
+/// Makes an entry from the lowest offer of aws, azure and gcp, for parts that no other provider offered.
 const fn hyperscalers(id: &'static str, usd_per_hour: f64, date: &'static str) -> ReferenceOffer {
     ReferenceOffer { id, usd_per_hour, source: "built-in least of aws, azure and gcp", date }
 }

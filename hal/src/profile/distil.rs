@@ -7,9 +7,9 @@ use crate::random::Stream;
 
 /// Exchanges of one point for another that are tried.
 const EXCHANGES: usize = 12_000;
-/// Percentage of them for a near point instead of any.
+/// Percentage of exchanges that try a near point instead of a random one.
 const NEAR: usize = 65;
-/// Points of which a near one is the nearest.
+/// Number of candidates of which the nearest is taken.
 const NEAREST_OF: usize = 9;
 /// Judged points between two comparisons of an exchange with what it would replace.
 const LEG: usize = 25;
@@ -18,11 +18,10 @@ const BEHIND: f64 = 1.02;
 /// Seed of the exchanges.
 const SEED: u64 = 20_261_123;
 
-/// Chooses `count` of `points`, operations of one kind, so that a predictor of `roof` with nothing else is
-/// off by as little as possible over all of them: from the operations [`worth_measuring`], points are
-/// exchanged for others as long as that lowers the mean relative error. Exchanges that are clearly behind
-/// after some of the points are not judged by the others (racing; Maron & Moore 1994). The same input gives
-/// the same choice.
+/// Chooses `count` of `points`, operations of one kind, so that a predictor of `roof` with these points alone
+/// has the least error over all of them. Starting with the operations [`worth_measuring`], points are
+/// exchanged for others while that lowers the mean relative error. An exchange that is clearly worse after
+/// some of the points is dropped early (racing; Maron & Moore 1994). The same input gives the same choice.
 pub fn distil(roof: &DeviceProfile, points: &[Point], count: usize) -> Vec<Point> {
     let sigs: Vec<_> = points.iter().map(|point| point.sig).collect();
     let start = worth_measuring(&sigs, count);

@@ -20,7 +20,7 @@ const FORMS_MAX: f64 = 0.3;
 struct PreparedPoint {
     sig: OpSig,
     at: FeaturePoint,
-    /// ln(time / law), less what was expected of it.
+    /// ln(time / law), less its expected value.
     rest: f64,
 }
 
@@ -35,8 +35,8 @@ pub(super) struct ClassPoints {
 }
 
 impl ClassPoints {
-    /// Prepares the points of one class beside their law. `expected` is what is known beforehand about
-    /// ln(time / law) of each point, in their order.
+    /// Prepares the points of one class with their law. `expected` is the prior mean of ln(time / law) of
+    /// each point, in their order.
     pub(super) fn new(
         profile: &DeviceProfile,
         law: Law,
@@ -56,7 +56,7 @@ impl ClassPoints {
         ClassPoints { law, rows, series }
     }
 
-    /// Returns what this device's points say about `sig` beyond the law and what was expected.
+    /// Returns this device's correction for `sig`, beyond the law and the prior mean.
     pub(super) fn rest(&self, sig: &OpSig) -> f64 {
         let at = coordinates(sig);
         self.between(sig, &at).unwrap_or_else(|| {

@@ -41,8 +41,8 @@ const HALF_POINTS: std::ops::Range<usize> = 32..256;
 const TRIAL_POINTS: usize = 256;
 /// Error ratio below which a cache is accepted.
 const CACHE_GAIN: f64 = 0.97;
-/// Steepness of the cache's edge: the cache holds half of a working set of its own size, and 2 to the power
-/// of this times less of one twice its size.
+/// Steepness of the cache's edge: the cache serves half of a working set of its own size; doubling the set
+/// divides that share by 2 to this power.
 const CACHE_EDGE: f64 = 8.0;
 /// Squared share of the time below which a term counts as absent and keeps its coefficient.
 const ABSENT: f64 = 1e-3;

@@ -26,7 +26,7 @@ struct Loan {
     groups: HashMap<KernelClass, ClassPoints>,
 }
 
-/// What other devices lend; nothing by default.
+/// Corrections borrowed from other devices; none by default.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LentProfiles {
     others: Arc<[Predictor]>,
@@ -44,7 +44,7 @@ pub(super) struct LentProfiles {
 pub struct ExpectedError {
     /// Kind of operation: `gemm`, `attn_decode`, `attn_prefill` and so on.
     pub op: String,
-    /// Number of points that were measured, each of which was predicted from the others.
+    /// Number of measured points, each of which was predicted from the others.
     pub points: usize,
     /// Mean of |predicted / measured - 1| over them.
     pub error: f64,
@@ -133,7 +133,8 @@ impl LentProfiles {
         kinds.into_iter().map(of).collect()
     }
 
-    /// Averages the device's own prediction of `sig`, if there is one, and those of the others, in seconds.
+    /// Averages the device's own prediction of `sig`, if there is one, and those of other devices, in
+    /// seconds.
     pub(super) fn mixed(
         &self,
         profile: &DeviceProfile,

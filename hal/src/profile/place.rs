@@ -107,8 +107,8 @@ pub(super) fn coordinates(sig: &OpSig) -> [f64; DIMENSIONS] {
     [log(sig.bytes()), shape[0], shape[1], shape[2], shape[3], shape[4]]
 }
 
-/// Query heads of a KV head, and the length of a head. Keys that contain their values are like keys and
-/// values of half of what is stored, with as many query heads as have that arithmetic.
+/// Query heads per KV head, and the length of a head. Latents (keys that contain their values) count as keys
+/// and values of half the stored length, with as many query heads as give the same arithmetic.
 fn heads_of(heads: u32, kv: KvShape) -> (f64, f64) {
     let (ratio, head_dim) = (f64::from(heads) / f64::from(kv.kv_heads.max(1)), f64::from(kv.head_dim));
     if kv.latent.is_none() {
@@ -119,7 +119,7 @@ fn heads_of(heads: u32, kv: KvShape) -> (f64, f64) {
     (ratio * arithmetic(head_dim, f64::from(kv.value_dim())) / arithmetic(half, half), half)
 }
 
-/// Returns how much two operations of one class differ beyond their shapes.
+/// Returns the distance of two operations of one class, apart from their shapes.
 pub(super) fn mismatch(a: &OpSig, b: &OpSig) -> f64 {
     let unlike = |differs: bool, distance: f64| if differs { distance } else { 0.0 };
     let pages = |p: u32, q: u32| 0.5 * (f64::from(p.max(1)) / f64::from(q.max(1))).log2().abs();

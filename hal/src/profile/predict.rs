@@ -4,9 +4,9 @@
 //! (`law.rs`). The residual is the logarithm of measured over law, kriged from the nearest points
 //! (`kriging.rs`) over the base-2 logarithms of shape and bytes (`place.rs`), because it varies slowly where
 //! time varies by orders of magnitude. As an exception, two nearby points with few rows that bracket the
-//! query and differ from it only in rows decide alone (`group.rs`). What other devices say is mixed in as far
-//! as it predicts the points that are there (`lent.rs`). Checked against published kernel times of five GPUs
-//! in `hal/tests/predict.rs`.
+//! query and differ from it only in rows decide alone (`group.rs`). Predictions of other devices are mixed in
+//! as far as they predict the measured points (`lent.rs`). Checked against published kernel times of five
+//! GPUs in `hal/tests/predict.rs`.
 
 use super::group::ClassPoints;
 use super::law::Law;
@@ -42,12 +42,13 @@ impl Predictor {
         Predictor { profile, groups, largest, exact, lent: LentProfiles::default() }
     }
 
-    /// Prepares a sparsely measured device with the help of `others`. 32 points over all operations suffice
-    /// if they are [`super::worth_measuring`]. Its roofline must be a datasheet, as must theirs: laws are
-    /// shares of the datasheet. For each of the others, its law is moved towards the points, and the residual
-    /// starts at its residual for the same operation. These predictions and the one from the points alone are
-    /// averaged, weighted per kind by how well they predict each point without it; others that predict little
-    /// better than the points alone get nothing. Operations that only the others measured are predicted too.
+    /// Prepares a sparsely measured device with the help of `others`. 32 points over all operations are
+    /// enough if they are [`super::worth_measuring`]. Its roofline must be a datasheet, as must theirs: laws
+    /// are shares of the datasheet. The law of each other device is moved towards the points, and the
+    /// residual starts at that device's residual for the same operation. These predictions and the one from
+    /// the points alone are averaged, weighted per kind by their leave-one-out errors; others that predict
+    /// little better than the points alone get no weight. Operations that only other devices measured are
+    /// predicted too.
     pub fn borrowing(profile: &DeviceProfile, others: &[Predictor]) -> Self {
         let mut predictor = Predictor::new(profile);
         let classes = PointsByClass::of(&profile.points);
@@ -89,7 +90,7 @@ impl Predictor {
         &self.profile
     }
 
-    /// Returns the law of a class, from points of its own.
+    /// Returns the law of a class from the class's points.
     pub(super) fn law(&self, class: &KernelClass) -> Option<Law> {
         Some(self.groups.get(class)?.law)
     }
@@ -99,7 +100,7 @@ impl Predictor {
         self.groups.keys()
     }
 
-    /// Returns ln(predicted / law) of `sig`, from points of its own class alone.
+    /// Returns ln(predicted / law) of `sig`, from the points of the class alone.
     pub(super) fn beyond_law(&self, sig: &OpSig) -> Option<f64> {
         Some(self.groups.get(&KernelClass::of(sig))?.rest(sig))
     }
@@ -134,7 +135,7 @@ impl<'a> PointsByClass<'a> {
         largest.into_iter().map(|(name, (class, _))| (name, class)).collect()
     }
 
-    /// Prepares all classes; those of one kind and the same dtypes have a cache in common.
+    /// Prepares all classes; classes of one kind and the same dtypes share a cache.
     fn groups(&self, profile: &DeviceProfile) -> HashMap<KernelClass, ClassPoints> {
         let mut groups = HashMap::new();
         for (class, _) in &self.0 {

@@ -1,10 +1,10 @@
-//! The weights of an average of predictions, from what each of them missed.
+//! The weights of an average of predictions, from the error of each.
 
-/// Weight of what was missed in other kinds of operation: a device that is unlike others in one kind is
-/// likely to be so in all, and a kind has few points.
+/// Weight of the errors in other kinds of operation: a device that is unlike others in one kind is likely to
+/// be so in all, and a kind has few points.
 const OTHER_KINDS: f64 = 0.5;
-/// Share of the error without others that an average must save to consist of them alone; a part of them, the
-/// same part of it.
+/// Share of the error without other devices that the average must save to consist of them alone; if it saves
+/// less, they get a proportional weight.
 const SAVING: f64 = 0.2;
 /// Penalty on the squared differences between others' shares: few points do not tell them apart.
 const EVEN: f64 = 0.05;

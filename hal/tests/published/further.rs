@@ -8,8 +8,8 @@ use mixfleet_hal::profile::Point;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Tables in bf16 of parts that no law is of: all in `root` but those of [`PARTS`] in its folder `measured`,
-/// by folder and the tables' name of the part. A folder has all three tables, or what it lacks is said aloud.
+/// Tables in bf16 of parts without a law: all in `root` but those of [`PARTS`] in its folder `measured`, by
+/// folder and the tables' name of the part. A folder that lacks one of the three tables is reported.
 pub(crate) fn further_in(root: &Path) -> BTreeMap<String, Vec<Point>> {
     let mut further = BTreeMap::<String, Vec<Point>>::new();
     let folders =

@@ -6,8 +6,8 @@ use mixfleet_hal::units::{Bytes, BytesPerSecond, FlopPerSecond, Seconds};
 use mixfleet_hal::{DType, OpSig};
 
 /// The datasheet of a part, and the times of these operations on it. `seed` draws the floor, the ridge and
-/// the shape: waves of tiles, depth lost in filling the units, keys that are walked over serially, and
-/// prefill that gets faster or slower per pair with its length, none of which is a term of the law.
+/// the shape: waves of tiles, depth lost in filling the units, keys that are processed serially, and prefill
+/// that gets faster or slower per pair with its length. The law has no term for any of these.
 pub(crate) fn part(seed: u64, sigs: &[OpSig]) -> (DeviceProfile, Vec<Point>) {
     let mut stream = Stream::new(seed);
     let mut between = |low: f64, high: f64| {

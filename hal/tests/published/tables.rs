@@ -226,7 +226,7 @@ pub(crate) fn law_of(part: &Part, table: &Table) -> MeasuredLaw {
         error_unseen: 0.0,
         points,
     };
-    // what the text says is what is measured
+    // the text states the measured value
     let [mut law] = MeasuredLaw::parse(&law.to_string()).expect("a law").try_into().expect("one law");
     let predictor = Predictor::new(&DeviceProfile { points: law.points.clone(), ..part.profile() });
     (law.error, law.error_unseen) = (error(&predictor, &table.points), error(&predictor, &unseen));
