@@ -1,9 +1,9 @@
 //! Compiled kernels in the user's cache directory, so that only the first start of a version compiles them.
 //! Backends that have such kernels share this source.
 //!
-//! An entry is named by the hash of what it was compiled from, and begins with a hash over that and its code:
-//! one that is damaged, cut off or another's is not used. Nothing depends on the cache: whatever fails is as
-//! if it were empty.
+//! An entry is named by the hash of its source and options, and begins with a hash over these and the code: a
+//! damaged, truncated or foreign entry is not used. Correctness never depends on the cache: after any failure
+//! it counts as empty.
 
 use std::fs;
 use std::io::Write;
@@ -14,7 +14,7 @@ use twox_hash::XxHash3_128;
 /// First bytes of an entry: its format.
 const FORMAT: &[u8; 16] = b"mixfleet kernel1";
 const HEADER_BYTES: usize = FORMAT.len() + size_of::<u128>();
-/// Maximum number of entries, most of about 50 KB: those of some versions and devices.
+/// Maximum number of entries, most of about 50 KB: enough for several versions and devices.
 const ENTRIES_MAX: usize = 1024;
 
 /// Where entries are: `mixfleet/kernels` in `XDG_CACHE_HOME` or else `~/.cache`.
@@ -74,7 +74,7 @@ pub(crate) fn load(directory: &Path, key: &KernelKey) -> Option<Vec<u8>> {
     intact.then(|| entry.split_off(HEADER_BYTES))
 }
 
-/// Stores the code of `key`, in place of what was there.
+/// Stores the code of `key`, replacing an older entry.
 ///
 /// # Errors
 /// What the file system refused.
@@ -82,7 +82,7 @@ pub(crate) fn store(directory: &Path, key: &KernelKey, code: &[u8]) -> std::io::
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     private_directory(directory)?;
     make_room(directory)?;
-    // renamed when it is whole, since other processes read it meanwhile
+    // renamed when complete, since other processes read it concurrently
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let part = directory.join(format!("{}.{number}.part", std::process::id()));
     let mut options = fs::OpenOptions::new();

@@ -212,7 +212,7 @@ impl Bench {
         let output = self.alloc(u64::from(m) * u64::from(n) * x.size_bytes())?;
         let commands =
             |i: u64| Cmd::new(sig, &[input.clone(), weights.range(i * bytes, bytes), output.clone()]);
-        // at least 100 MB per batch: the launch cost is not what is measured here
+        // at least 100 MB per batch, so that the launch cost is negligible
         let group = if m <= 32 { (100_000_000 / bytes).clamp(1, count) } else { 1 };
         let batches = (0..count / group).map(|b| (0..group).map(|i| commands(b * group + i)).collect());
         let batches: Vec<Vec<Cmd>> = batches.collect::<Result<_, _>>()?;

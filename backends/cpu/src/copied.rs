@@ -1,10 +1,10 @@
 //! Copies of a mapped file's bytes in huge pages, where the file was mapped.
 //!
-//! How fast the pages of a file are read depends on how the page cache has them: small ones cost a walk of
-//! the page table for every few lines, which in a virtual machine is two. One thread of the process copies
-//! what is needed and not in huge pages yet, beside everything else; a copy takes the place of its mapping
-//! at once and at the same address, so that others may read meanwhile. The file's own pages stay in the
-//! page cache until somebody needs the memory.
+//! How fast the pages of a file are read depends on how the page cache holds them: small pages cost a
+//! page-table walk for every few lines, and a virtual machine does two. One background thread per process
+//! copies the needed parts that are not in huge pages yet; a copy replaces its mapping atomically and at the
+//! same address, so that others may read during the copy. The file's own pages stay in the page cache until
+//! the memory is needed.
 
 use crate::topology;
 use std::fs::File;
@@ -23,7 +23,7 @@ const BLOCKS_AT_ONCE: usize = 8;
 #[derive(Debug)]
 pub(crate) struct HugeCopies(Arc<CopiedMapping>);
 
-/// What the copying thread is asked for.
+/// Requests to the copying thread.
 type RangeToCopy = (Arc<CopiedMapping>, Range<usize>);
 
 #[derive(Debug)]
@@ -55,14 +55,14 @@ impl HugeCopies {
             started.is_ok().then_some(Mutex::new(sender))
         });
         if let Some(copier) = copier {
-            // who copies nothing leaves the file mapped
+            // without a copy, the file stays mapped
             let _ =
                 copier.lock().unwrap_or_else(PoisonError::into_inner).send((self.0.clone(), range.clone()));
         }
     }
 
-    /// Calls `each` with the parts of a range that are mapped from the file, and lets nothing be copied
-    /// meanwhile.
+    /// Calls `each` with the parts of a range that are mapped from the file; no copies are made during the
+    /// calls.
     pub(crate) fn mapped(&self, range: &Range<usize>, mut each: impl FnMut(Range<usize>)) {
         let copied = self.0.copied();
         let mut at = range.start;
@@ -105,9 +105,9 @@ impl CopiedMapping {
     }
 
     /// Copies the blocks of a range that are neither copies nor huge pages yet, while there is room and the
-    /// mapping.
+    /// mapping exists.
     ///
-    /// Whatever fails leaves the file mapped.
+    /// After a failure the file stays mapped.
     fn copy(&self, range: &Range<usize>) {
         let blocks = self.blocks_of(range, self.copied().len());
         for from in blocks.clone().step_by(BLOCKS_AT_ONCE) {
@@ -138,9 +138,8 @@ fn is_huge(address: usize) -> bool {
     // the regions found: start, end and categories of each
     let mut found = [0_u64; 3];
     let (start, end) = (address as u64, (address + BLOCK_BYTES) as u64);
-    // `struct pm_scan_arg`: its size, flags, start, end, the end of the walk, regions and how many fit, the
-    // most pages, inverted categories, those that all are asked for, those of which one is, and those that
-    // are told
+    // `struct pm_scan_arg`: its size, flags, start, end, the end of the walk, regions and their capacity, the
+    // most pages, inverted categories, required categories, alternative categories, and reported categories
     let mut scan = [96, 0, start, end, 0, found.as_mut_ptr().addr() as u64, 1, 0, 0, HUGE, 0, HUGE];
     // SAFETY: the kernel reads and writes the argument, which is as long as it says, and one region.
     let regions = unsafe { libc::ioctl(pagemap.as_raw_fd(), SCAN as libc::Ioctl, scan.as_mut_ptr()) };
@@ -176,9 +175,9 @@ fn replace(address: usize, file: &File, offset: usize, bytes: usize) -> Option<(
     // SAFETY: the memory is ours, whole, zeroed and as long as that.
     let to = unsafe { std::slice::from_raw_parts_mut(copy.cast(), bytes) };
     let read = file.read_exact_at(to, offset as u64);
-    // SAFETY: both ranges are whole pages, the first is ours alone, and the second lies inside a mapping
-    // that its owner has and unmaps as a whole. Whoever reads there meanwhile waits for the kernel, which
-    // has the pages of either, of equal bytes.
+    // SAFETY: both ranges are whole pages, the first is ours alone, and the second lies inside a mapping that
+    // its owner has and unmaps as a whole. A concurrent reader waits for the kernel, and gets the pages of
+    // either range, which hold equal bytes.
     unsafe {
         if read.is_ok() && libc::mprotect(copy, bytes, libc::PROT_READ) == 0 {
             let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
@@ -194,7 +193,7 @@ fn replace(address: usize, file: &File, offset: usize, bytes: usize) -> Option<(
 /// Zeroed memory of whole blocks, in huge pages where the kernel has some.
 fn aligned(bytes: usize) -> Option<*mut libc::c_void> {
     let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    // SAFETY: new memory, of which what lies before and behind the blocks is given back.
+    // SAFETY: new memory; the parts before and behind the blocks are released.
     unsafe {
         let all = libc::mmap(std::ptr::null_mut(), bytes + BLOCK_BYTES, access, flags, -1, 0);
         if all == libc::MAP_FAILED {
@@ -302,7 +301,7 @@ mod tests {
             std::thread::sleep(Duration::from_millis(10));
             Arc::strong_count(&mapping) == 2
         });
-        assert!(has_tried, "after ten minutes nothing has tried to copy what is wanted");
+        assert!(has_tried, "no copy was attempted within ten minutes");
         let is_copy =
             |(block, copied): (usize, &bool)| *copied || is_huge(mapping.start + mapping.offset_of(block));
         let copies_all = mapping.copied().iter().enumerate().all(is_copy);

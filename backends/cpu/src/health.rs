@@ -2,7 +2,7 @@
 //!
 //! Every reading is optional: virtual machines expose few of them, and only root may read the energy counter
 //! (since Linux 5.10, against power side channels). Temperature, power, energy and memory errors cover all
-//! packages, however few cores a device has.
+//! packages, even for a device with few cores.
 
 use mixfleet_hal::Health;
 use std::path::{Path, PathBuf};

@@ -161,8 +161,8 @@ impl FileMapper for Mapper {
             return Ok(Arc::new(mapped)); // mmap refuses a length of zero
         }
         let length = usize::try_from(bytes).map_err(|_| io::ErrorKind::FileTooLarge)?;
-        // SAFETY: the mapping is read-only and private to this process; that nobody changes the file
-        // meanwhile is the documented contract, and who breaks it is found out by `check`.
+        // SAFETY: the mapping is read-only and private to this process; the documented contract is that the
+        // file does not change, and `check` detects a violation.
         let map = unsafe { memmap2::MmapOptions::new().len(length).map(&mapped.file)? };
         #[cfg(target_os = "linux")]
         {
@@ -178,8 +178,7 @@ impl FileMapper for Mapper {
 pub fn yield_to_others() {
     #[cfg(target_os = "linux")]
     {
-        // SAFETY: zeroed parameters are what SCHED_IDLE asks for; 0 is the calling thread. A refusal changes
-        // nothing.
+        // SAFETY: SCHED_IDLE takes zeroed parameters; 0 is the calling thread. A refusal changes nothing.
         unsafe {
             let parameters: libc::sched_param = std::mem::zeroed();
             libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const parameters);
@@ -187,8 +186,8 @@ pub fn yield_to_others() {
     }
 }
 
-/// Returns the logical CPUs that the calling thread may run on, ascending: those that its affinity mask and
-/// control group leave.
+/// Returns the logical CPUs that the calling thread may run on, ascending: those allowed by its affinity mask
+/// and control group.
 pub fn allowed_cpus() -> Vec<usize> {
     topology::cores_allowed()
 }
@@ -262,7 +261,8 @@ mod tests {
     fn a_file_cut_under_its_mapping_reads_as_zeros_and_is_told() {
         let memory =
             changed("cut", |path| File::options().write(true).open(path).unwrap().set_len(5000).unwrap());
-        // what the file still has, the rest of its page, and what would have ended the process
+        // the remaining bytes of the file, the rest of its page, and an access that would have ended the
+        // process
         assert_eq!((memory.as_bytes()[4999], memory.as_bytes()[5000], memory.as_bytes()[1 << 20]), (7, 0, 0));
         assert!(memory.as_bytes()[5000..].iter().all(|byte| *byte == 0));
         let error = memory.check().unwrap_err();

@@ -64,7 +64,7 @@ impl Isa {
         levels
     }
 
-    /// Returns the highest supported level, or the lower one that [`ISA_VARIABLE`] asks for.
+    /// Returns the highest supported level, or the lower one set by [`ISA_VARIABLE`].
     ///
     /// # Errors
     /// `Invalid` if the variable names an unknown or unsupported level.
@@ -127,8 +127,8 @@ impl std::fmt::Display for Isa {
     }
 }
 
-/// Whether the processor has AMX with bf16, and the system lets this process use it: Linux gives a process
-/// the state of tiles (8 KiB a thread) only if it asks.
+/// Whether the processor has AMX with bf16, and the system lets this process use it: Linux grants a process
+/// the tile state (8 KiB a thread) only on request.
 #[cfg(target_arch = "x86_64")]
 fn has_amx_bf16() -> bool {
     /// CPUID leaf 7, EDX (Intel's manual, volume 2A): AMX-BF16 and AMX-TILE.
@@ -142,7 +142,7 @@ fn has_amx_bf16() -> bool {
 
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 fn may_use_tiles() -> bool {
-    /// `arch_prctl` of Linux 5.16: asks for a part of the state of a thread; tiles are part 18.
+    /// `arch_prctl` of Linux 5.16: requests a component of the extended thread state; tiles are component 18.
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
     const TILES: libc::c_long = 18;
     // SAFETY: the call takes two numbers and changes no memory of ours.

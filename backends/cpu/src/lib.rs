@@ -7,8 +7,8 @@
 //! where it is); sums are in f32. Each kernel is written once over vectors of f32 and compiled for every
 //! instruction level ([`isa`]).
 //!
-//! What is absent: any decision about what to run, any clock but the one around a batch and the one
-//! between two readings of energy, any other layout of a weight.
+//! Absent by design: any decision about what to run, any clock but the one around a batch and the one between
+//! two readings of energy, any other layout of a weight.
 
 #![cfg_attr(
     not(test),

@@ -1,10 +1,10 @@
 //! Survives a mapped file that is truncated, or whose disk fails, while it is in use.
 //!
-//! The kernel answers an access to a page that the file no longer has by SIGBUS, which ends the process. Here
-//! a handler notes that the mapping lost its bytes, puts zeros in their place and lets the access go on.
-//! Whoever computed with the zeros finds the note before anybody sees the result: it is made before the first
-//! zero can be read. Anything that is not the kernel's word about such a mapping goes where it went before:
-//! Rust's own handler, or the end of the process.
+//! If a file was truncated, the kernel answers an access to the lost page with SIGBUS, which ends the
+//! process. The handler here records that the mapping lost its bytes, maps zeros in their place and lets the
+//! access continue. A caller that computed with zeros finds the record before the result is used: it is made
+//! before the first zero can be read. Every other SIGBUS is passed to the previous handler: Rust's own, or
+//! the end of the process.
 
 use mixfleet_hal::cast::to_usize;
 use std::ptr;
@@ -91,8 +91,8 @@ fn install() {
 }
 
 extern "C" fn on_bus_error(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel passes a valid `info` under SA_SIGINFO. With a positive code the signal is the
-    // kernel's own word about an access, so that `si_addr` is the address.
+    // SAFETY: the kernel passes a valid `info` under SA_SIGINFO. With a positive code the signal comes from
+    // the kernel and concerns an access, so that `si_addr` is the address.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
     if code > 0 && replace(address) {
         return;
@@ -110,9 +110,9 @@ fn replace(address: usize) -> bool {
             node.lost.store(true, Ordering::SeqCst);
             let page = address & !(PAGE_BYTES.load(Ordering::SeqCst) - 1);
             // SAFETY: the range lies in a read-only mapping that its owner has and unmaps as a whole; it
-            // stays mapped and readable, and its bytes, which nobody can have any more, become zeros. To the
-            // end, since what follows is lost with it: one signal for a file, not one a page. `mmap` is a
-            // bare system call; `errno` is put back.
+            // stays mapped and readable, and its bytes, which are lost, become zeros. The range extends to
+            // the end, since everything after it is lost too: one signal for a file, not one a page. `mmap`
+            // is a bare system call; `errno` is restored.
             return unsafe {
                 let errno = libc::__errno_location();
                 let before = *errno;

@@ -199,7 +199,7 @@ fn lead(shared: &WorkerPoolState) {
         }
         let result = job.meet(run_job(shared, &job.program, &mut scratch, &mut common));
         let ThreadJob { program, timeline, ticket, .. } = job;
-        // the buffers can be freed now if nobody else holds them
+        // the buffers can be freed now if there are no other references
         drop(program);
         timeline.settle(ticket, result);
     }

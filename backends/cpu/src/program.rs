@@ -173,7 +173,7 @@ impl CpuProgramBuilder {
         let (phases, words) = kernels::phases(sig, &args[..access.len()], self.isa, self.workers);
         self.shared_words = self.shared_words.max(words);
         let whole = phases == [KernelPhase::Whole];
-        // sorting comes after a barrier, whatever its size
+        // sorting needs a barrier, at every size
         let is_route = matches!(sig, OpSig::Route { .. });
         let is_grouped = matches!(sig, OpSig::GroupedGemm { .. });
         let solo = self.workers == 1

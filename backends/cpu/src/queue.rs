@@ -25,11 +25,11 @@ pub(crate) struct CpuQueueTimeline {
 struct CpuQueueProgress {
     /// Number of completed batches, including failed ones.
     done: u64,
-    /// Seconds of the last `TIMES_KEPT` of them.
+    /// Durations in seconds of the last `TIMES_KEPT` batches.
     times: VecDeque<f64>,
     /// The first failed batch and its error.
     failure: Option<(u64, Error)>,
-    /// The first batch that somebody waits for: others wake nobody.
+    /// The first batch with a waiting thread: other batches wake no thread.
     awaited: Option<u64>,
 }
 
@@ -56,7 +56,7 @@ impl CpuQueueTimeline {
         }
         let wakes = state.awaited.is_some_and(|awaited| awaited <= ticket);
         if wakes {
-            // those that wait for later ones say so again
+            // threads that wait for later batches register again
             state.awaited = None;
         }
         drop(state);

@@ -220,7 +220,7 @@ unsafe fn code(
     program: sys::nvrtcProgram,
     architecture: &Architecture,
 ) -> Result<Vec<u8>, result::NvrtcError> {
-    // SAFETY: the caller's promise; each second call writes as many bytes as the first one told.
+    // SAFETY: the caller's promise; each second call writes as many bytes as the first one returned.
     unsafe {
         let mut bytes = 0;
         match architecture {

@@ -68,7 +68,7 @@ struct Facts {
     pci: String,
     uuid: String,
     driver: String,
-    /// What is said of the other devices that it can copy to, if there are others.
+    /// Note about direct copies to the other devices, if there are any.
     peers: Option<String>,
 }
 
@@ -137,7 +137,7 @@ fn peers(index: usize, device: sys::CUdevice) -> Result<Option<String>> {
     let mut reached = Vec::new();
     for other in (0..count).filter(|other| *other != index) {
         let peer = result::device::get(to_i32(other)).at("cuDeviceGet")?;
-        // what is only told must not hide a device
+        // a failed query of mere information must not hide a device
         reached.extend(can_reach(device, peer).unwrap_or(false).then(|| format!("cuda:{other}")));
     }
     let named = if reached.is_empty() { "none".to_owned() } else { reached.join(" ") };
@@ -375,7 +375,7 @@ impl Device for CudaDevice {
     }
 
     fn import(&self, _: Arc<dyn HostMemory>) -> Result<Slice> {
-        Err(Error::unsupported("cuda: this device has a memory of its own; copy into it"))
+        Err(Error::unsupported("cuda: this device has its own memory; copy into it"))
     }
 
     fn reaches(&self, memory: &Slice) -> bool {

@@ -8,7 +8,7 @@ use std::ffi::{CString, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// Converts a driver error. After those that become `DeviceLost`, every call fails because the context is
+/// Converts a driver error. After an error that becomes `DeviceLost`, every call fails because the context is
 /// gone.
 pub(crate) fn failure(place: &str, error: DriverError) -> Error {
     use CUresult::*;
@@ -108,7 +108,7 @@ pub(crate) fn can_reach(device: sys::CUdevice, peer: sys::CUdevice) -> Result<bo
 
 impl Drop for CudaContext {
     fn drop(&mut self) {
-        // SAFETY: retained once in `retain`; every object in it holds an `Arc` of it and is gone.
+        // SAFETY: retained once in `retain`; every object of the context holds an `Arc` of it and is gone.
         let _ = unsafe { result::primary_ctx::release(self.device) };
     }
 }
@@ -170,7 +170,7 @@ owned!(
 );
 
 owned!(
-    /// Host memory of others, pinned for as long as this lives.
+    /// Host memory owned by others, pinned for as long as this lives.
     HostRegistered,
     *mut c_void,
     sys::cuMemHostUnregister

@@ -30,7 +30,7 @@ const CORRECTED: c_int = 0;
 const UNCORRECTED: c_int = 1;
 /// NVML's reasons for a clock below the highest one: the device is idle.
 const REASON_IDLE: c_ulonglong = 0x1;
-/// Of those, a setting, and slowdowns by heat or by the power supply; the usual limit of power is not one.
+/// Clock limits by a setting, by temperature or by the power supply; the usual power limit is not counted.
 const REASONS_HELD: c_ulonglong = 0x2 | 0x8 | 0x20 | 0x40 | 0x80;
 
 impl Monitor {

@@ -5,7 +5,7 @@
 //! with the other GPUs; the queue only launches. A test runs plans and kernels on the CPU.
 //!
 //! Indices live on the device, so the host cannot check them. Kernels do: an id, slot or page outside its
-//! table is never followed. What is written then is NaN (`embed`, `kv_gather`), nothing (`kv_write`,
+//! table is never followed. The output is then NaN (`embed`, `kv_gather`), nothing (`kv_write`,
 //! `kv_scatter`), or attention without the missing keys.
 //!
 //! KV pages are `[kv_heads, page_tokens, head_dim]` inside, preferably of 16 tokens.

@@ -150,7 +150,7 @@ fn children(path: &Path) -> Vec<PathBuf> {
     entries.unwrap_or_default()
 }
 
-/// Runs calls into a library that is present but may be too old for one of them, in which case cudarc panics.
+/// Runs calls into a library that may be too old for one of them, in which case cudarc panics.
 pub(crate) fn guarded<T>(place: &str, calls: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(calls)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().cloned();

@@ -21,7 +21,7 @@ pub(crate) struct CudaMemory {
     storage: CudaStorage,
     address: u64,
     bytes: u64,
-    /// For each queue, of whatever device, the end of its last batch that uses the buffer.
+    /// For each queue, of any device, the end of its last batch that uses the buffer.
     users: Mutex<Vec<(u64, Arc<CudaEvent>)>>,
 }
 
@@ -128,8 +128,8 @@ impl Drop for CudaMemory {
 const HALF_BYTES: usize = 4 << 20;
 
 /// Copies between host and device memory. Pinned memory is copied directly; everything else goes through two
-/// pinned bounce buffers, of which one is in transit while the other is filled or emptied. No copy of pinned
-/// memory is in flight when a call returns.
+/// pinned bounce buffers: one is in flight while the other is filled or emptied. No copy of pinned memory is
+/// in flight when a call returns.
 pub(crate) struct Transfers {
     stream: Stream,
     events: Arc<EventPool>,

@@ -1,4 +1,4 @@
-//! Host memory of others that the device copies directly.
+//! Host memory owned by others that the device copies directly.
 
 use crate::driver::{CudaContext, HostRegistered};
 use crate::memory::Transfers;
@@ -8,8 +8,8 @@ use mixfleet_hal::memory::{Mapping, Pinned, SharedMemory};
 use std::collections::{BTreeMap, btree_map};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Ranges of pinned host memory by their first address, each with its end and how many guards name it. Those
-/// of one process are disjoint, since the driver pins no byte twice.
+/// Ranges of pinned host memory by their first address, each with its end and its number of guards. The
+/// ranges of one process are disjoint, since the driver pins no byte twice.
 #[derive(Default)]
 pub(crate) struct Ranges(BTreeMap<usize, (usize, usize)>);
 
@@ -43,7 +43,7 @@ struct PinnedRegistration {
     _memory: Arc<dyn SharedMemory>,
 }
 
-/// What is pinned, by its first address.
+/// The pinned ranges, by first address.
 static REGISTERED: Mutex<BTreeMap<usize, PinnedRegistration>> = Mutex::new(BTreeMap::new());
 
 fn registrations() -> MutexGuard<'static, BTreeMap<usize, PinnedRegistration>> {
@@ -58,8 +58,8 @@ struct PinGuard {
     _memory: Arc<dyn SharedMemory>,
 }
 
-/// Pins all of `memory` for the copies of `transfers`; `None` if it has no address or is empty. What is
-/// pinned already, for this or another device, is pinned until the last of its guards is dropped.
+/// Pins all of `memory` for the copies of `transfers`; `None` if it has no address or is empty. Memory that
+/// is already pinned, for this or another device, stays pinned until its last guard is dropped.
 pub(crate) fn pin(
     context: &Arc<CudaContext>,
     transfers: &Arc<Mutex<Transfers>>,

@@ -1,4 +1,4 @@
-//! An in-order queue on a stream: launches, matrix products, copies, and graphs of them.
+//! An in-order queue on a stream: launches, matrix products, copies, and CUDA graphs.
 
 use crate::blas::WORKSPACE_BYTES;
 use crate::device::CudaDeviceState;
@@ -87,7 +87,7 @@ enum CudaBatch {
 /// A queue of one device.
 pub(crate) struct CudaQueue {
     shared: Arc<CudaDeviceState>,
-    /// Its own among the queues of all devices: memory of one may be used by queues of others.
+    /// Number of this queue, unique over all devices: queues of different devices may use one memory.
     number: u64,
     stream: Stream,
     /// Memory for intermediate results, from the first operation on that needs it.
@@ -228,8 +228,8 @@ impl CudaQueue {
         })
     }
 
-    /// Enqueues the steps of a batch. The first one begins when all before the batch is done, so that what is
-    /// launched early behind it finds that done too.
+    /// Enqueues the steps of a batch. The first one begins when all earlier work of the stream is done, also
+    /// for launches that begin early.
     fn enqueue_all(&self, works: &[CudaStep]) -> Result<()> {
         works.iter().enumerate().try_for_each(|(number, work)| self.enqueue(work, number > 0))
     }
@@ -322,7 +322,7 @@ impl CudaQueue {
             let _ = result::graph::destroy(graph);
             GraphExec { context: self.shared.context.clone(), raw: instance? }
         };
-        // what it takes is taken here rather than at the first launch, so that it can be told
+        // resources are allocated here rather than at the first launch, so that a failure is reported
         // SAFETY: graph and stream are alive.
         unsafe { sys::cuGraphUpload(instance.raw, self.stream.raw) }.result().at("cuGraphUpload")?;
         Ok((instance, before.saturating_sub(free())))
@@ -388,7 +388,7 @@ impl CudaQueue {
         }
     }
 
-    /// Waits for the end of `ticket`'s batch, or of what came before it.
+    /// Waits for the end of `ticket`'s batch, or of the work before it.
     fn finish(&mut self, ticket: Ticket, end: &CudaEvent, timeout: Duration) -> Result<()> {
         let start = Instant::now();
         loop {
@@ -441,7 +441,7 @@ impl Queue for CudaQueue {
         let Some(event) = &point.0 else { return Ok(()) };
         let followed = self.shared.note(self.stream.follow(event));
         if let Err(error) = &followed {
-            // what is submitted next would not wait
+            // later submissions would not wait
             self.failed.get_or_insert((self.next(), error.clone()));
         }
         followed

@@ -4,7 +4,7 @@
 //! Libraries are found by the loader's path, which a process reads once: each test runs in a child of its
 //! own.
 
-#![allow(unsafe_code)] // one call asks the fake driver what it counted
+#![allow(unsafe_code)] // a request to the fake driver for its counters
 
 mod counts;
 mod libraries;
@@ -104,7 +104,7 @@ fn a_clock_that_is_held_down_is_told() {
     });
 }
 
-/// As in a container whose loader knows neither the driver's directory nor the Python's.
+/// As in a container whose loader knows neither the driver's directory nor Python's.
 #[test]
 fn libraries_that_the_loader_does_not_know_are_found_by_their_variable() {
     let name = "libraries_that_the_loader_does_not_know_are_found_by_their_variable";
@@ -146,7 +146,7 @@ fn the_backend_conforms() {
     });
 }
 
-/// Each child is told how many programs it should compile.
+/// Each child gets the number of programs that it should compile.
 #[test]
 fn kernels_are_compiled_once_per_compiler_and_source() {
     const NAME: &str = "kernels_are_compiled_once_per_compiler_and_source";
@@ -155,7 +155,7 @@ fn kernels_are_compiled_once_per_compiler_and_source() {
     let children = [
         child("2", "8", ""),
         child("0", "8", "damage"),
-        child("2", "8", ""), // what was damaged is compiled anew
+        child("2", "8", ""), // a damaged entry is compiled anew
         child("0", "8", ""),
         child("2", "9", ""), // another compiler
         child("0", "8", ""),
@@ -206,7 +206,7 @@ fn a_driver_before_12_8_measures_time_as_well() {
 #[test]
 fn transfers_of_any_length_arrive() {
     with_fake_driver("transfers_of_any_length_arrive", |device| {
-        // below, at and above the pinned halves of 4 MiB, and several of them
+        // below, at and above the pinned halves of 4 MiB, and several halves
         for bytes in [1, 4 << 20, (4 << 20) + 1, 13_000_003u64] {
             for role in [BufferUsage::Weights, BufferUsage::Staging] {
                 let slice = device.alloc(bytes, role).unwrap();

@@ -1,4 +1,4 @@
-//! What runs in fewer launches than one by one writes the same bits, and what must not be joined is not.
+//! Fused launches write the same bits as single ones, and only operations that may be fused are.
 
 use crate::emulator::EmulatedDevice;
 use mixfleet_cuda::plan::KV_PAGE_TOKENS;
@@ -51,7 +51,7 @@ impl Scene {
         self.put(bytes)
     }
 
-    /// Runs `lists` one after another from the same memory: what is in it then, and the launches.
+    /// Runs `lists` one after another from the same memory; returns the memory afterwards, and the launches.
     pub(crate) fn run(&self, lists: &[&[Cmd]]) -> (Vec<Vec<u8>>, usize) {
         for (slice, bytes) in &self.memory {
             self.device.write(slice, bytes).unwrap();
@@ -179,7 +179,7 @@ fn rope_and_kv_write_are_one_launch() {
         };
         let list = [rope(heads, &q), rope(kv_heads, &k), write(&k, &v)];
         assert_eq!(scene.compare(&list), (3, 1));
-        // what is written is not what was rotated
+        // the written keys are not the rotated ones
         assert_eq!(scene.compare(&[list[0].clone(), list[1].clone(), write(&v, &k)]), (3, 3));
     }
 }

@@ -1,5 +1,5 @@
-//! The portable kernels, and those of CUDA that need no tensor cores, compiled by AMD's compiler: what a HIP
-//! backend would be made of. Needs no GPU, but hipcc (Debian: hipcc).
+//! Compiles the portable kernels, and the CUDA kernels without tensor cores, with AMD's compiler, as a HIP
+//! backend would need. Needs no GPU, but hipcc (Debian: hipcc).
 
 use crate::nvrtc::{in_parallel, models, others, programs};
 use mixfleet_cuda::kernels::{KernelProgram, KernelSource};
@@ -10,7 +10,7 @@ use std::process::Command;
 const DEVICE: &str = include_str!("hip/device.h");
 /// RDNA 2, whose waves have 32 lanes as the kernels expect; Debian 12 has no device library of RDNA 3.
 const ARCHITECTURE: &str = "gfx1030";
-/// Variants of each source that are compiled, spread over all of them.
+/// Number of variants of each source that are compiled, spread over all variants.
 const VARIANTS: usize = 4;
 
 fn is_ported(source: KernelSource) -> bool {

@@ -49,7 +49,7 @@ fn targets() -> [PlanTarget; 4] {
     )
 }
 
-/// The launches of `ops`, each alone or joined with what follows it.
+/// The launches of `ops`, each alone or fused with the next.
 fn launches_of(ops: &[PlannedOp]) -> Vec<KernelLaunch> {
     let targets = targets();
     let steps = targets.iter().flat_map(|target| match plan::fused(ops, target).expect("a plan") {
@@ -300,8 +300,9 @@ fn rows(sigs: &[OpSig]) -> Vec<Row> {
     wanted.into_iter().map(row).collect()
 }
 
-/// What each kernel that serves a model takes on each architecture, as tables of the documentation: of models
-/// in bf16, of others where something spills, and the rest. `MIXFLEET_CUDA_STATIC` names the file to write.
+/// Resources of each kernel that serves a model on each architecture, as tables of the documentation: for
+/// models in bf16, for others where something spills, and the rest. `MIXFLEET_CUDA_STATIC` names the file to
+/// write.
 #[test]
 #[ignore = "compiles each program for each architecture, which takes many minutes"]
 fn the_kernels_of_all_models_fit_every_architecture() {
@@ -316,7 +317,7 @@ fn the_kernels_of_all_models_fit_every_architecture() {
         let fits = |taken: &KernelResources| {
             (1..=255).contains(&taken.registers) && taken.spill_bytes <= SPILL_BYTES_MAX
         };
-        // what is more than 48 KiB is asked for by the launch
+        // more than 48 KiB must be requested by the launch
         if !row.taken.iter().all(fits) || row.shared_bytes > 227 << 10 {
             wrong.push(row.text());
         }

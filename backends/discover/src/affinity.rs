@@ -76,8 +76,8 @@ pub enum ThreadHome {
 }
 
 impl Topology {
-    /// Returns the RDMA devices for the KV of `devices`: for each the nearest ones that have an active port,
-    /// without those that are slower than another one as near. A device without a known place adds none.
+    /// Returns the RDMA devices for the KV of `devices`: for each the nearest ones with an active port, less
+    /// those that are slower than an equally near one. A device without a known place adds none.
     pub fn rdma_near(&self, devices: &[ServedDevice]) -> RdmaChoice {
         let nics = self.rdma_nics();
         RdmaChoice { devices: devices.iter().map(|device| self.nearest_rdma(device, &nics)).collect() }

@@ -52,7 +52,7 @@ impl FromStr for CpuList {
             let number = |text: &str| text.trim().parse::<u32>().ok().filter(|&cpu| cpu < CPU_MAX);
             match (number(first), number(last)) {
                 (Some(first), Some(last)) if first <= last => cpus.extend(first..=last),
-                _ => return Err(format!("'{part}' is no CPU and no range of them")),
+                _ => return Err(format!("'{part}' is neither a CPU nor a range of CPUs")),
             }
             // overlapping ranges must not add up either
             if cpus.len() > CPU_MAX as usize {

@@ -109,7 +109,7 @@ impl Topology {
         self.nearest_among(device, &nics)
     }
 
-    /// Returns those of `nics` that are nearest to `device`, as [`nearest_nics`](Self::nearest_nics) does.
+    /// Returns the `nics` nearest to `device`, like [`nearest_nics`](Self::nearest_nics).
     pub(crate) fn nearest_among<'a>(&self, device: &PciDevice, nics: &[&'a PciDevice]) -> Vec<&'a PciDevice> {
         let rank = |nic: &PciDevice| {
             let mbit = self.gbit_per_s(nic).map_or(0, |gbit| to_u64(gbit * 1e3));

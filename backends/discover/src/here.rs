@@ -3,7 +3,7 @@
 use crate::{Topology, Tree};
 use mixfleet_hal::Absent;
 
-/// What was found on this machine, and what was not.
+/// The devices found on this machine, and notes about the missing ones.
 #[derive(Clone, Debug)]
 pub struct DiscoveredMachine {
     /// The topology from sysfs, with a note wherever a library disagrees.
@@ -18,7 +18,7 @@ impl DiscoveredMachine {
         DiscoveredMachine::through(&Tree::at("/"))
     }
 
-    /// Reads this machine through a `tree` at `/`, which may record what is read.
+    /// Reads this machine through a `tree` at `/`, which may record the files read.
     pub fn through(tree: &Tree) -> DiscoveredMachine {
         let mut topology = Topology::read(tree);
         let mut absent = Vec::new();

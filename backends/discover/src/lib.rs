@@ -6,7 +6,7 @@
 //! [`same_part`] tells which devices of different backends are one part. [`HostConditions`] affect
 //! measurements. All are pure functions of a [`Tree`], live or recorded.
 //!
-//! What is absent: any measurement, any device that is opened, any panic over what a file holds.
+//! Absent by design: any measurement, any opening of a device, any panic over a file's content.
 
 #![cfg_attr(
     not(test),

@@ -65,7 +65,7 @@ impl Topology {
 
 fn identities(device: &DeviceInfo, topology: &Topology) -> Vec<PartIdentity> {
     match device.kind {
-        // whoever offers a CPU (PoCL, llvmpipe) offers the host's
+        // a CPU runtime (PoCL, llvmpipe) uses the host's CPU
         DeviceKind::Cpu => return vec![PartIdentity::Host],
         DeviceKind::Simulated => return Vec::new(),
         DeviceKind::Gpu | DeviceKind::Accelerator => {}

@@ -35,7 +35,7 @@ pub struct Topology {
 }
 
 impl Topology {
-    /// Reads a machine. What is absent stays empty, and what is implausible becomes a note.
+    /// Reads a machine. Missing values stay empty, and implausible ones become notes.
     pub fn read(tree: &Tree) -> Topology {
         let mut reader = TreeReader { tree, notes: Vec::new() };
         let (sockets, caches) = cores::read(&mut reader);

@@ -17,7 +17,7 @@ pub const RECORDING_SCHEMA: &str = "mixfleet.machine/1";
 /// Maximum number of bytes read from a file; sysfs files have at most a page.
 const FILE_BYTES_MAX: u64 = 64 << 10;
 
-/// What was read from a machine. Paths are relative to the root, without a leading `/`.
+/// The files read from a machine. Paths are relative to the root, without a leading `/`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Recording {
     /// Name and version of the document schema: [`RECORDING_SCHEMA`].
@@ -46,7 +46,7 @@ enum TreeSource {
     Recording(Recording),
 }
 
-/// A machine's files, live or recorded. What is absent reads as absent, never as an error.
+/// A machine's files, live or recorded. A missing file reads as absent, never as an error.
 #[derive(Debug)]
 pub struct Tree {
     source: TreeSource,
@@ -73,13 +73,13 @@ impl Tree {
         Ok(Tree { source: TreeSource::Recording(recording), seen: None })
     }
 
-    /// Returns the same tree, which records what is read from now on.
+    /// Returns the same tree, which records the files read from now on.
     pub fn keeping(mut self) -> Tree {
         self.seen = Some(RefCell::default());
         self
     }
 
-    /// Returns what was read since [`Tree::keeping`].
+    /// Returns the files read since [`Tree::keeping`].
     pub fn kept(&self) -> Recording {
         self.seen.as_ref().map(|seen| seen.borrow().clone()).unwrap_or_default()
     }

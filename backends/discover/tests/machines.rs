@@ -282,7 +282,7 @@ fn damaged(mut recording: Recording, damage: Vec<(u16, String, u8)>) -> Recordin
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whatever a tree holds, reading and showing it ends well, and distances are symmetric.
+    /// For any tree, reading and showing it ends without a panic, and distances are symmetric.
     #[test]
     fn a_damaged_tree_never_panics(damage in prop::collection::vec((any::<u16>(), ".{0,24}", 0u8..6), 1..60)) {
         static WHOLE: LazyLock<Recording> = LazyLock::new(|| record(&hgx()).1);

@@ -1,8 +1,8 @@
 //! Rates of the kernels that decide a model's speed, by the device's own clock; best of several runs.
 //!
-//! `cargo run --release -p mixfleet-opencl --features opencl --example rates [cpu|gpu [few]]`: with the
-//! kernels for processors or for GPUs in place of those that the first device has, and only products of few
-//! rows.
+//! `cargo run --release -p mixfleet-opencl --features opencl --example rates [cpu|gpu [few]]`: `cpu` or `gpu`
+//! selects the kernels for processors or for GPUs instead of the first device's own, `few` only products of
+//! few rows.
 
 #![allow(clippy::print_stdout, reason = "its purpose")]
 

@@ -53,7 +53,7 @@ pub(crate) fn index_of(selector: &str) -> Result<usize> {
     }
 }
 
-/// Serialises discovery: PoCL initialises its devices in the first call that asks for them and exposes them
+/// Serialises discovery: PoCL initialises its devices in the first call that lists them and exposes them
 /// half-initialised to a second thread (a crash in `clGetDeviceInfo`, PoCL 3.1).
 static DISCOVERY: Mutex<()> = Mutex::new(());
 
@@ -61,8 +61,8 @@ static DISCOVERY: Mutex<()> = Mutex::new(());
 pub(crate) fn devices() -> std::result::Result<Vec<(PlatformId, DeviceId)>, Absent> {
     let _alone = DISCOVERY.lock().unwrap_or_else(PoisonError::into_inner);
     let mut count = 0;
-    // SAFETY: the call writes one number; no list is asked for. Asked here first because
-    // `get_platform_ids` sleeps for 10 s before it reports that there is no platform.
+    // SAFETY: the call writes one number; no list is requested. Called first because `get_platform_ids`
+    // sleeps for 10 s before it reports that there is no platform.
     let status = unsafe { ocl::ffi::clGetPlatformIDs(0, std::ptr::null_mut(), &mut count) };
     if status != Status::CL_SUCCESS as i32 || count == 0 {
         let reason = format!(
@@ -250,7 +250,7 @@ impl OpenClDevice {
             imports_host_memory: number(id, Ask::HostUnifiedMemory) != 0,
             kv_page_tokens: 16,
             replay_pays: false,
-            // queues may not use one buffer at once, even different parts of it
+            // queues may not use one buffer concurrently, even different parts of it
             copies_beside: false,
         };
         let shared = OpenclDeviceState {
@@ -342,7 +342,7 @@ impl Device for OpenClDevice {
 
     fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice> {
         if !self.limits.imports_host_memory {
-            return Err(Error::unsupported("opencl: this device has a memory of its own; copy into it"));
+            return Err(Error::unsupported("opencl: this device has its own memory; copy into it"));
         }
         let imported = OpenclMemory::imported(&self.shared.context, memory.clone())?;
         self.shared.imports.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&memory));
@@ -381,7 +381,7 @@ impl Device for OpenClDevice {
         Ok(Box::new(OpenClQueue::new(self.shared.clone(), number)?))
     }
 
-    /// OpenCL does not say how much is in use.
+    /// OpenCL does not report the memory in use.
     fn memory_free(&self) -> Option<Bytes> {
         None
     }

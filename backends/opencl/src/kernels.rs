@@ -18,7 +18,8 @@ const BAND: u32 = 32;
 /// Edge length of a tile in the GPU's `gemm`, and its threads.
 const TILE: u32 = 64;
 const TILE_THREADS: usize = 256;
-/// Rows up to which a group has all of them, and so reads its column of the weights once.
+/// Maximum number of rows that one group handles all together, so that it reads its column of the weights
+/// once.
 const GEMV_ROWS_MAX: u32 = 16;
 /// Where the sinks are among the arguments of prefill: behind the pools and the number of their pages.
 const SINKS_AT: usize = 7;
@@ -69,7 +70,7 @@ impl ProgramKey {
 /// The name of grouped.c with quantised weights.
 const GROUPED_CODES: &str = "grouped.c, codes.h";
 
-/// The file that moves KV of which one side has eight bits.
+/// The file that converts KV when one side has eight bits.
 const KV_SCALED: &str = "kv_scaled.c";
 
 const WIDE: &str = include_str!("kernels/wide.cl");
@@ -172,7 +173,7 @@ fn single(cmd: &Cmd, tuning: KernelTuning) -> OpenclStep {
     let mut args = operands(cmd);
     match *cmd.sig() {
         OpSig::Sample { rows, cols, history, tops } => {
-            // what is absent is not used
+            // absent operands are not used
             if history == 0 {
                 args.splice(2..2, [args[1].clone(), args[0].clone()]);
             }

@@ -3,9 +3,9 @@
 //! Without the Cargo feature `opencl` the backend is there and says why it has no devices: the crate
 //! `ocl` links libOpenCL hard, and the default binary must start on machines that lack it.
 //!
-//! Indices live on the device, so the host cannot check them. Kernels do: an id, slot or page outside
-//! its table is never followed. What is written then is NaN (`embed`, `kv_gather`), nothing
-//! (`kv_write`, `kv_scatter`), or attention without the missing keys.
+//! Indices live on the device, so the host cannot check them. Kernels do: an id, slot or page outside its
+//! table is never followed. The output is then NaN (`embed`, `kv_gather`), nothing (`kv_write`,
+//! `kv_scatter`), or attention without the missing keys.
 //!
 //! KV pages are `[kv_heads, page_tokens, head_dim]` inside, preferably of 16 tokens.
 

@@ -1,5 +1,5 @@
 //! The conformance suite on every OpenCL device here, with the kernels of CPUs and of GPUs: on the quick
-//! level, with `MIXFLEET_OPENCL_LEVEL=full` in full for those of CPUs.
+//! level, or with `MIXFLEET_OPENCL_LEVEL=full` in full for the CPU kernels.
 #![cfg(feature = "opencl")]
 
 use mixfleet_hal::{Backend, Device};

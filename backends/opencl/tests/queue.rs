@@ -45,7 +45,7 @@ fn imported_and_foreign_memory_is_not_written() {
     }
 }
 
-/// Host memory that lost its bytes once it is told so.
+/// Host memory that reports lost bytes once a flag is set.
 #[derive(Debug)]
 struct Losing(Vec<u8>, AtomicBool);
 

@@ -65,7 +65,7 @@
 // `shape.bytes`. Operands: from, to.
 #define MIXFLEET_COPY 11
 
-// `shape.bytes`. Operand: to, every 32-bit word of which becomes `word`.
+// `shape.bytes`. Operand: to; every 32-bit element becomes `word`.
 #define MIXFLEET_FILL 12
 
 // `shape.kv_move`. Operands: slots `[tokens]` u32, k_pool, v_pool, out `[tokens, 2, kv_heads, head_dim]`.
@@ -79,8 +79,8 @@
 // (first + i, first + i + length/2).
 #define MIXFLEET_ROPE_PART 15
 
-// `shape.columns`. Operands: from `[rows, from_row]`, to `[rows, to_row]`, whose columns from to_first on
-// become those of `from` from from_first on; the others stay.
+// `shape.columns`. Operands: from `[rows, from_row]`, to `[rows, to_row]`. Copies the columns of `from` that
+// begin at from_first to the columns of `to` that begin at to_first; other columns stay.
 #define MIXFLEET_COPY_COLUMNS 16
 
 // `shape.kv_write`. Operands: k `[tokens, head_dim]`, slots `[tokens]` u32, k_pool. Keys contain their
@@ -104,8 +104,8 @@
 // joins the sum that the weights of a head are divided by.
 #define MIXFLEET_SINK_PREFILL 22
 
-// `shape.sink_merge`. As `MIXFLEET_ATTN_MERGE` with sinks `[sinks]` f32 before out, of which row r has
-// number r % sinks.
+// `shape.sink_merge`. As `MIXFLEET_ATTN_MERGE`, with sinks `[sinks]` f32 before out; row r uses sink r %
+// sinks.
 #define MIXFLEET_SINK_MERGE 23
 
 // `shape.clamped_swiglu`. Operands: gate_up `[elements, 2]`, out `[elements]` = (min(max(up, -limit), limit)
@@ -148,7 +148,7 @@
 // Anything else.
 #define MIXFLEET_FAILED 5
 
-// Memory of a device, of which only the library knows what it is.
+// Memory of a device, opaque to all but the library.
 struct MixfleetBuffer;
 
 // A device of the library, which alone knows what it is.
@@ -157,7 +157,7 @@ struct MixfleetDevice;
 // A batch that a library has prepared for many runs, which alone knows what it is.
 struct MixfleetGraph;
 
-// What went wrong, for people: text that ends with a zero.
+// An error message: text that ends with a zero byte.
 struct MixfleetError {
   // Size of this structure in bytes.
   uint32_t struct_bytes;
@@ -169,7 +169,7 @@ struct MixfleetError {
 struct MixfleetInfo {
   // Size of this structure in bytes; the library leaves it as it is.
   uint32_t struct_bytes;
-  // Cores, compute units or the like; 0 if not known.
+  // Cores, compute units or similar; 0 if not known.
   uint32_t compute_units;
   // Memory of all buffers together, in bytes.
   uint64_t memory_bytes;
@@ -233,7 +233,7 @@ struct MixfleetGemm {
   uint32_t out;
   // 1 if a bias follows the weight.
   uint32_t bias;
-  // 1 if the result is added to what is in out.
+  // 1 if the result is added to out.
   uint32_t accumulate;
 };
 
@@ -257,7 +257,7 @@ struct MixfleetKv {
   uint32_t head_dim;
   // Tokens of a page.
   uint32_t page_tokens;
-  // Dtype of what is in pages.
+  // Dtype of the elements in pages.
   uint32_t dtype;
 };
 
@@ -493,7 +493,7 @@ struct MixfleetCombine {
   uint32_t cols;
   // Dtype of x.
   uint32_t x;
-  // 1 if the result is added to what is in out.
+  // 1 if the result is added to out.
   uint32_t accumulate;
 };
 
@@ -521,7 +521,7 @@ union MixfleetShape {
   struct MixfleetSample sample;
   // Of `MIXFLEET_COPY` and `MIXFLEET_FILL`.
   struct MixfleetBytes bytes;
-  // Of `MIXFLEET_KV_GATHER`, `MIXFLEET_KV_SCATTER` and those of latents.
+  // Of `MIXFLEET_KV_GATHER`, `MIXFLEET_KV_SCATTER` and their latent variants.
   struct MixfleetKvMove kv_move;
   // Of `MIXFLEET_ROPE_PART`.
   struct MixfleetRopePart rope_part;
@@ -563,7 +563,7 @@ struct MixfleetOp {
   uint32_t kind;
   // Its shape.
   union MixfleetShape shape;
-  // Its operands, none when a device is asked what it supports.
+  // The operands; none in a query for support.
   const struct MixfleetSlice *args;
   // Number of operands.
   uint32_t arg_count;
@@ -585,7 +585,7 @@ struct MixfleetHealth {
   double clock_mhz;
 };
 
-// The functions of a library. Those that are marked as optional may be null.
+// The functions of a library. Those marked as optional may be null.
 struct MixfleetBackend {
   // Size of this structure in bytes.
   uint32_t struct_bytes;
@@ -620,8 +620,8 @@ struct MixfleetBackend {
                   const struct MixfleetSlice *from,
                   void *data,
                   struct MixfleetError *error);
-  // Runs operations one after the other, each of which sees what the earlier ones wrote, and returns when
-  // all are done.
+  // Runs operations in order, each of which sees the writes of earlier ones, and returns when all are
+  // done.
   int32_t (*run)(struct MixfleetDevice *device,
                  const struct MixfleetOp *ops,
                  uint32_t count,
@@ -630,9 +630,9 @@ struct MixfleetBackend {
   uint64_t (*memory_free)(struct MixfleetDevice *device);
   // Optional: reads the device's health.
   void (*health)(struct MixfleetDevice *device, struct MixfleetHealth *health);
-  // Optional, as `replay` and `forget` are; all three or none. Prepares operations for many runs, for
-  // which a library copies what it needs of them: `ops` and their operands' lists end with the call, and
-  // the buffers stay. What buffers hold changes between runs.
+  // Optional, together with `replay` and `forget`: all three or none. Prepares operations for many runs;
+  // the library must copy what it keeps: `ops` and their operand lists are valid only during the call,
+  // while the buffers stay. The content of buffers changes between runs.
   int32_t (*record)(struct MixfleetDevice *device,
                     const struct MixfleetOp *ops,
                     uint32_t count,

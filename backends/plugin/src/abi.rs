@@ -5,8 +5,8 @@
 //! at most one of `run`, `replay`, `write` and `read` is in progress. Each returns a status, 0 or an error's;
 //! what it then says in `error` is shown to people.
 //!
-//! Structures grow at their ends only. Each begins with its size in bytes as the writer knows it; what lies
-//! beyond that is not read, and counts as 0.
+//! Structures grow at their ends only. Each begins with its size in bytes as its writer knows it; fields
+//! beyond that size are not read, and count as 0.
 
 use crate::shapes::MixfleetShape;
 use std::ffi::{c_char, c_void};
@@ -33,7 +33,7 @@ pub struct MixfleetDevice {
     _private: [u8; 0],
 }
 
-/// Memory of a device, of which only the library knows what it is.
+/// Memory of a device, opaque to all but the library.
 #[derive(Debug)]
 pub struct MixfleetBuffer {
     _private: [u8; 0],
@@ -45,7 +45,7 @@ pub struct MixfleetGraph {
     _private: [u8; 0],
 }
 
-/// What went wrong, for people: text that ends with a zero.
+/// An error message: text that ends with a zero byte.
 #[repr(C)]
 pub struct MixfleetError {
     /// Size of this structure in bytes.
@@ -59,7 +59,7 @@ pub struct MixfleetError {
 pub struct MixfleetInfo {
     /// Size of this structure in bytes; the library leaves it as it is.
     pub struct_bytes: u32,
-    /// Cores, compute units or the like; 0 if not known.
+    /// Cores, compute units or similar; 0 if not known.
     pub compute_units: u32,
     /// Memory of all buffers together, in bytes.
     pub memory_bytes: u64,
@@ -99,7 +99,7 @@ pub struct MixfleetOp {
     pub kind: u32,
     /// Its shape.
     pub shape: MixfleetShape,
-    /// Its operands, none when a device is asked what it supports.
+    /// The operands; none in a query for support.
     pub args: *const MixfleetSlice,
     /// Number of operands.
     pub arg_count: u32,
@@ -122,7 +122,7 @@ pub struct MixfleetHealth {
     pub clock_mhz: f64,
 }
 
-/// The functions of a library. Those that are marked as optional may be null.
+/// The functions of a library. Those marked as optional may be null.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct MixfleetBackend {
@@ -174,8 +174,8 @@ pub struct MixfleetBackend {
             error: *mut MixfleetError,
         ) -> i32,
     >,
-    /// Runs operations one after the other, each of which sees what the earlier ones wrote, and returns when
-    /// all are done.
+    /// Runs operations in order, each of which sees the writes of earlier ones, and returns when all are
+    /// done.
     pub run: Option<
         unsafe extern "C" fn(
             device: *mut MixfleetDevice,
@@ -188,9 +188,9 @@ pub struct MixfleetBackend {
     pub memory_free: Option<unsafe extern "C" fn(device: *mut MixfleetDevice) -> u64>,
     /// Optional: reads the device's health.
     pub health: Option<unsafe extern "C" fn(device: *mut MixfleetDevice, health: *mut MixfleetHealth)>,
-    /// Optional, as `replay` and `forget` are; all three or none. Prepares operations for many runs, for
-    /// which a library copies what it needs of them: `ops` and their operands' lists end with the call, and
-    /// the buffers stay. What buffers hold changes between runs.
+    /// Optional, together with `replay` and `forget`: all three or none. Prepares operations for many runs;
+    /// the library must copy what it keeps: `ops` and their operand lists are valid only during the call,
+    /// while the buffers stay. The content of buffers changes between runs.
     pub record: Option<
         unsafe extern "C" fn(
             device: *mut MixfleetDevice,

@@ -1,4 +1,4 @@
-//! Backends of others, in shared libraries, through the C interface of [`abi`] and [`shapes`]
+//! Third-party backends in shared libraries, through the C interface of [`abi`] and [`shapes`]
 //! (`include/mixfleet.h`).
 //!
 //! A library is code of this process: what it breaks here is broken. What it says is checked all the same, so

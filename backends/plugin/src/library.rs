@@ -77,7 +77,7 @@ fn check_whole(path: &Path) -> std::result::Result<(), String> {
 
 /// A copy of a table, in which functions that the library does not know of are null.
 fn checked(table: *const MixfleetBackend) -> std::result::Result<MixfleetBackend, String> {
-    // SAFETY: the table begins with its size and version, whatever its version is.
+    // SAFETY: the table begins with its size and version, in every version of the interface.
     let (bytes, abi) = unsafe {
         (std::ptr::addr_of!((*table).struct_bytes).read(), std::ptr::addr_of!((*table).abi).read())
     };
@@ -92,8 +92,8 @@ fn checked(table: *const MixfleetBackend) -> std::result::Result<MixfleetBackend
     }
     let mut copy = std::mem::MaybeUninit::<MixfleetBackend>::zeroed();
     let own = bytes.min(size_of::<MixfleetBackend>());
-    // SAFETY: the library says that its table has as many bytes; those that it lacks are zero, which is null
-    // for every function.
+    // SAFETY: the library states the table's size; fields beyond it are zero, which is null for every
+    // function.
     let copy = unsafe {
         std::ptr::copy_nonoverlapping(table.cast::<u8>(), copy.as_mut_ptr().cast::<u8>(), own);
         copy.assume_init()
@@ -120,7 +120,7 @@ fn checked(table: *const MixfleetBackend) -> std::result::Result<MixfleetBackend
     }
 }
 
-/// Where a library says what went wrong.
+/// Where a library puts its error message.
 pub(crate) fn no_error() -> MixfleetError {
     MixfleetError { struct_bytes: to_u32(size_of::<MixfleetError>()), text: [0; 252] }
 }
@@ -155,7 +155,7 @@ impl PluginLibrary {
     pub(crate) fn load(path: &Path) -> std::result::Result<Self, Absent> {
         let wrong = |cause: String| Absent::new(format!("{}: {cause}", path.display()));
         check_whole(path).map_err(wrong)?;
-        // SAFETY: this runs the library's initialisers; whoever names a library trusts it.
+        // SAFETY: this runs the library's initialisers; naming a library means trusting it.
         let library = unsafe { libloading::Library::new(path) };
         let library = library.map_err(|error| wrong(format!("it cannot be loaded: {error}")))?;
         // a device may be in use until the process ends
@@ -206,7 +206,7 @@ impl PluginLibrary {
             ));
         }
         if !(1..=4096).contains(&kv_page_tokens) {
-            return lies(format!("that a KV page has {kv_page_tokens} tokens; 1 to 4096 do"));
+            return lies(format!("that a KV page has {kv_page_tokens} tokens; supported: 1 to 4096"));
         }
         let kind = match info.kind {
             1 => DeviceKind::Cpu,
@@ -221,7 +221,7 @@ impl PluginLibrary {
             memory: Bytes(memory_bytes as f64),
             compute_units: info.compute_units,
             fingerprint: format!("{} {}", self.name, text(&info.fingerprint)),
-            notes: vec![("backend".into(), "a library of others, trusted as this program is".into())],
+            notes: vec![("backend".into(), "third-party library, trusted like this program".into())],
         };
         let limits = DeviceLimits {
             allocation_bytes_max,

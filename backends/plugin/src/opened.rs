@@ -24,7 +24,7 @@ pub(crate) struct OpenedDevice {
 
 // SAFETY: the pointer is only handed to the library, whose functions any thread may call.
 unsafe impl Send for OpenedDevice {}
-// SAFETY: as above; what may not run at a time is excluded by `is_busy`.
+// SAFETY: as above; `is_busy` excludes concurrent calls.
 unsafe impl Sync for OpenedDevice {}
 
 /// Holds a device for one call.
@@ -113,7 +113,7 @@ impl OpenedDevice {
             return Ok(());
         }
         let id = &self.id;
-        Err(Error::invalid(format!("{id}: {bytes} bytes are not those of a slice of {}", slice.bytes)))
+        Err(Error::invalid(format!("{id}: {bytes} bytes do not fill a slice of {}", slice.bytes)))
     }
 
     /// Bytes that could be allocated now, if it tells.
@@ -247,7 +247,7 @@ pub(crate) struct PluginGraph {
 
 // SAFETY: the pointer is only handed to the library, whose functions any thread may call.
 unsafe impl Send for PluginGraph {}
-// SAFETY: as above; what may not run at a time is excluded by the device.
+// SAFETY: as above; the device excludes concurrent calls.
 unsafe impl Sync for PluginGraph {}
 
 impl PluginGraph {
@@ -260,13 +260,13 @@ impl PluginGraph {
 impl Drop for PluginGraph {
     fn drop(&mut self) {
         if let Some(forget) = self.device.library.table.0.forget {
-            // SAFETY: the library made it, and a run of it would hold it.
+            // SAFETY: the library made it, and a running batch would hold it.
             unsafe { forget(self.device.raw, self.raw) };
         }
     }
 }
 
-/// A buffer, freed with the last slice of it.
+/// A buffer, freed with its last slice.
 struct PluginBuffer {
     device: Arc<OpenedDevice>,
     raw: *mut MixfleetBuffer,

@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 /// Batches whose times are kept.
 const TIMES_MAX: usize = 4096;
 
-/// What is done.
+/// Number of completed batches.
 #[derive(Default)]
 struct PluginCompletions {
     /// Number of batches that are done.
     count: u64,
-    /// Times of the latest of them.
+    /// Durations of the latest batches.
     times: std::collections::VecDeque<Seconds>,
     /// The first batch that failed, and how.
     failed: Option<(u64, Error)>,

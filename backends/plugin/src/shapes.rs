@@ -48,7 +48,7 @@ pub const MIXFLEET_ADD: u32 = 9;
 pub const MIXFLEET_SAMPLE: u32 = 10;
 /// `shape.bytes`. Operands: from, to.
 pub const MIXFLEET_COPY: u32 = 11;
-/// `shape.bytes`. Operand: to, every 32-bit word of which becomes `word`.
+/// `shape.bytes`. Operand: to; every 32-bit element becomes `word`.
 pub const MIXFLEET_FILL: u32 = 12;
 /// `shape.kv_move`. Operands: slots `[tokens]` u32, k_pool, v_pool, out `[tokens, 2, kv_heads, head_dim]`.
 pub const MIXFLEET_KV_GATHER: u32 = 13;
@@ -59,8 +59,8 @@ pub const MIXFLEET_KV_SCATTER: u32 = 14;
 /// `[tokens, length]`. Pairs are neighbours (first + 2i, first + 2i + 1) if they are interleaved, else
 /// (first + i, first + i + length/2).
 pub const MIXFLEET_ROPE_PART: u32 = 15;
-/// `shape.columns`. Operands: from `[rows, from_row]`, to `[rows, to_row]`, whose columns from to_first on
-/// become those of `from` from from_first on; the others stay.
+/// `shape.columns`. Operands: from `[rows, from_row]`, to `[rows, to_row]`. Copies the columns of `from` that
+/// begin at from_first to the columns of `to` that begin at to_first; other columns stay.
 pub const MIXFLEET_COPY_COLUMNS: u32 = 16;
 /// `shape.kv_write`. Operands: k `[tokens, head_dim]`, slots `[tokens]` u32, k_pool. Keys contain their
 /// values: there is one head, and no pool of values.
@@ -77,8 +77,8 @@ pub const MIXFLEET_LATENT_DECODE: u32 = 21;
 /// `shape.attn_prefill`. As `MIXFLEET_ATTN_PREFILL` with sinks `[heads]` f32 before out: exp(sink - max)
 /// joins the sum that the weights of a head are divided by.
 pub const MIXFLEET_SINK_PREFILL: u32 = 22;
-/// `shape.sink_merge`. As `MIXFLEET_ATTN_MERGE` with sinks `[sinks]` f32 before out, of which row r has
-/// number r % sinks.
+/// `shape.sink_merge`. As `MIXFLEET_ATTN_MERGE`, with sinks `[sinks]` f32 before out; row r uses sink r %
+/// sinks.
 pub const MIXFLEET_SINK_MERGE: u32 = 23;
 /// `shape.clamped_swiglu`. Operands: gate_up `[elements, 2]`, out `[elements]` = (min(max(up, -limit), limit)
 /// + 1) g / (1 + exp(-alpha g)) with g = min(gate, limit).
@@ -106,7 +106,7 @@ pub struct MixfleetKv {
     pub head_dim: u32,
     /// Tokens of a page.
     pub page_tokens: u32,
-    /// Dtype of what is in pages.
+    /// Dtype of the elements in pages.
     pub dtype: u32,
 }
 
@@ -162,7 +162,7 @@ pub struct MixfleetGemm {
     pub out: u32,
     /// 1 if a bias follows the weight.
     pub bias: u32,
-    /// 1 if the result is added to what is in out.
+    /// 1 if the result is added to out.
     pub accumulate: u32,
 }
 
@@ -446,7 +446,7 @@ pub struct MixfleetCombine {
     pub cols: u32,
     /// Dtype of x.
     pub x: u32,
-    /// 1 if the result is added to what is in out.
+    /// 1 if the result is added to out.
     pub accumulate: u32,
 }
 
@@ -476,7 +476,7 @@ pub union MixfleetShape {
     pub sample: MixfleetSample,
     /// Of `MIXFLEET_COPY` and `MIXFLEET_FILL`.
     pub bytes: MixfleetBytes,
-    /// Of `MIXFLEET_KV_GATHER`, `MIXFLEET_KV_SCATTER` and those of latents.
+    /// Of `MIXFLEET_KV_GATHER`, `MIXFLEET_KV_SCATTER` and their latent variants.
     pub kv_move: MixfleetKvMove,
     /// Of `MIXFLEET_ROPE_PART`.
     pub rope_part: MixfleetRopePart,

@@ -1,4 +1,4 @@
-//! The header is what the Rust types say, and what a compiler makes of it has the same sizes.
+//! The header matches the Rust types, and a C compiler gives its types the same sizes.
 
 use cbindgen::{Builder, Config, DocumentationStyle, ExportConfig, Language, Style};
 use std::path::Path;

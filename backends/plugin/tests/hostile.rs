@@ -1,4 +1,4 @@
-//! A library that lies gives errors, each of which says what is wrong.
+//! A library that misbehaves causes an error that names the violation.
 
 use crate::made::libraries;
 use mixfleet_hal::{Backend, BufferUsage, Cmd, ErrorKind, OpSig};
@@ -9,7 +9,7 @@ use std::time::Duration;
 /// Set for a process that this file starts: the fault that it is to meet.
 const FAULT: &str = "MIXFLEET_HOSTILE";
 
-/// Every fault that does not end the process, and words of what is said of it.
+/// Every fault that does not end the process, and a part of its error message.
 const FAULTS: [(&str, &str); 18] = [
     ("null", "version 1"),
     ("version", "version 9"),
@@ -43,13 +43,13 @@ fn each_lie_is_told() {
     let (said, ended) = met("garbage");
     assert!(
         ended && said.contains("met: nothing is wrong"),
-        "what is computed is for the suite to check: {said}"
+        "wrong results are for the suite to find: {said}"
     );
     let (said, ended) = met("crash");
     assert!(!ended, "a library that aborts ends its process: {said}");
 }
 
-/// What a process of its own says of a fault, and whether it ended by itself.
+/// Runs a fault in a child process; returns its output, and whether it exited by itself.
 fn met(fault: &str) -> (String, bool) {
     let test = std::env::current_exe().unwrap();
     let output = Command::new(test)

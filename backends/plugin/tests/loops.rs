@@ -48,8 +48,8 @@ fn the_first_library_conforms() {
     }
 }
 
-/// What was compiled before goes on working: its header is kept, and is never to be edited. An interface that
-/// breaks it has another number, and another header beside it.
+/// A plug-in compiled against an older header keeps working: that header is kept, and must not be edited. A
+/// breaking change gets a new interface number, and a new header beside this one.
 #[test]
 fn a_library_that_was_compiled_against_the_first_header_conforms() {
     let Some(library) = released(1) else { return };

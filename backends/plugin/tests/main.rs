@@ -1,4 +1,4 @@
-//! Libraries in C, compiled here, against the suite that checks all devices; and one that lies.
+//! Libraries in C, compiled here, against the conformance suite; one of them misbehaves.
 
 #![allow(clippy::print_stdout, reason = "a skip is said aloud")]
 

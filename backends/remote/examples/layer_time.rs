@@ -2,14 +2,13 @@
 //! round trip and the bandwidth of the same kind of connection allow:
 //! `cargo run -p mixfleet-remote --example layer_time`.
 //!
-//! A layer is: write queries, keys and values, run a command that takes no time worth mentioning, and read
-//! what would be attended to. The difference between a device of this process and of another one is the
-//! connection's.
+//! A layer is: write queries, keys and values, run a command of negligible time, and read the attention
+//! output. The difference between a local and a remote device is the cost of the connection.
 //!
-//! Over a port of this host, and over pages that both processes share, whose ping-pong is one over such
-//! pages too. Both ends may be apart: `layer_time lend HOST:PORT` and `layer_time echo HOST:PORT` there, and
-//! `layer_time to HOST:PORT HOST:PORT` here with both addresses. Over a pair of virtual cards with 50 us
-//! there and back, as root, where the kernel has netem:
+//! Over a port of this host, and over pages that both processes share, each beside a ping-pong over the same
+//! connection. The ends may be on different hosts: `layer_time lend HOST:PORT` and `layer_time echo
+//! HOST:PORT` there, and `layer_time to HOST:PORT HOST:PORT` here with both addresses. Over a pair of virtual
+//! cards with a round trip of 50 us, as root, where the kernel has netem:
 //!
 //! ```sh
 //! ip netns add far
@@ -100,7 +99,7 @@ impl Plain {
         Plain::Socket(socket)
     }
 
-    /// Calls who echoes at `address`.
+    /// Connects to the echo process at `address`.
     fn call(address: &LinkAddress) -> Result<Self> {
         if let LinkAddress::Tcp(port) = address {
             return Ok(Plain::socket(TcpStream::connect(port).expect("a peer")));
@@ -144,7 +143,7 @@ impl Plain {
     }
 }
 
-/// Answers each message, of a length and a number of bytes to send back, with so many bytes.
+/// Answers each message, which has a length and a reply length, with that many bytes.
 fn echo(at: &LinkAddress) {
     let mut plain = Plain::welcome(at);
     let mut buffer = vec![0; 64 << 20];
@@ -178,7 +177,7 @@ fn timed(mut round: impl FnMut()) -> (f64, f64) {
     (times[0], times[ROUNDS / 2])
 }
 
-/// Time of messages of so many bytes out and back on a plain connection.
+/// Round-trip time of messages of `bytes` bytes on a plain connection.
 fn ping(plain: &mut Plain, out: u64, back: u64) -> (f64, f64) {
     let mut message: Vec<u8> = [out, back].iter().flat_map(|bytes| bytes.to_le_bytes()).collect();
     message.resize(16 + to_usize(out), 0);
@@ -218,7 +217,7 @@ fn main() -> Result<()> {
             return Ok(());
         }
         Some("lend") => lend(&at(1).unwrap_or_else(here)),
-        Some("to") => return measure(&at(1).expect("who lends"), &at(2).expect("who echoes")),
+        Some("to") => return measure(&at(1).expect("the address of the lender"), &at(2).expect("the address of the echo process")),
         _ => {}
     }
     measure_beside([here(), here()])?;

@@ -64,7 +64,7 @@ const UNSAID: &str = "the other process does not say why";
 /// Bytes that a peer wrote.
 pub(crate) struct Taker<'a>(pub(crate) &'a [u8]);
 
-/// What is wrong with bytes that nobody who follows the protocol writes.
+/// The error for bytes that violate the protocol.
 fn malformed(what: &str) -> Error {
     Error::invalid(format!("a message of the other process is malformed: {what}"))
 }
@@ -92,7 +92,7 @@ impl<'a> Taker<'a> {
         Err(malformed("a number is too long"))
     }
 
-    /// A number of things, of which there are at most `most`.
+    /// A count of at most `most`.
     pub(crate) fn count(&mut self, most: usize) -> Result<usize> {
         let number = self.number()?;
         usize::try_from(number).ok().filter(|&count| count <= most).ok_or_else(|| malformed("too many"))

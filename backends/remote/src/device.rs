@@ -74,7 +74,7 @@ struct RemoteBuffer {
     bytes: u64,
     /// Whether the buffer ends with this value.
     is_owner: bool,
-    /// Whether what is written is kept.
+    /// Whether a copy of written data is kept.
     is_kept: bool,
 }
 
@@ -142,7 +142,7 @@ impl RemoteDevice {
     /// Opens the device that the process at `address` lends, under the selector `id`.
     ///
     /// # Errors
-    /// When nobody answers there, or who answers is not of this fleet or speaks another version.
+    /// If no process answers there, or the process is not of this fleet or speaks another version.
     pub fn open(id: &str, address: LinkAddress, access: DeviceAccess) -> Result<Self> {
         let (session, theirs, limits) = RemoteSession::open(id, &address, &access)?;
         let mut notes = theirs.notes.clone();
@@ -270,7 +270,7 @@ enum WeightsAllocation {
     Not,
     /// A recipe writes it, for the first time: numbers and bytes in their order.
     First(Mutex<Vec<(u64, u64)>>),
-    /// A recipe writes it again: those that are left.
+    /// A recipe restores it: the remaining ones.
     Again(Mutex<VecDeque<(u64, u64)>>),
 }
 

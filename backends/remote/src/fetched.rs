@@ -61,7 +61,7 @@ impl Fetched {
         true
     }
 
-    /// Copies what is here of `place` to `data`, and forgets it. Gives back the memory that is then free.
+    /// Moves the fetched bytes of `place` to `data`. Returns the memory that this frees.
     pub(crate) fn take(&mut self, place: &BufferRange, data: &mut [u8]) -> Option<Option<MessageBody>> {
         let at = self.kept.iter().position(|(other, ..)| other == place)?;
         let (_, body, range) = self.kept.remove(at);
@@ -69,7 +69,7 @@ impl Fetched {
         Some(Arc::into_inner(body))
     }
 
-    /// Forgets what is written now.
+    /// Forgets bytes that are now overwritten.
     pub(crate) fn forget(&mut self, written: &BufferRange) {
         self.kept.retain(|(place, ..)| !place.overlaps(written));
     }

@@ -9,8 +9,8 @@ use std::time::Instant;
 /// Bytes before a message: its length.
 const HEAD_BYTES: usize = 4;
 
-/// Bytes that are received at a time where the next message's length is not known: a piece of data whole, and
-/// some of what follows.
+/// Bytes received at a time while the next message's length is unknown: a whole piece of data, and some of
+/// the next message.
 const AHEAD_BYTES: usize = 68 << 10;
 
 /// Bodies of large messages that are kept for later ones.
@@ -66,7 +66,7 @@ pub(crate) struct FrameReader {
     ahead: Vec<u8>,
     from: usize,
     to: usize,
-    /// A long message of which a part has arrived, and the number of its bytes so far.
+    /// A partly received long message, and the number of bytes so far.
     part: Option<(MessageBody, usize)>,
     spare: Vec<MessageBody>,
     length_max: usize,
@@ -83,7 +83,7 @@ impl FrameReader {
         self.length_max = length_max;
     }
 
-    /// Bytes of memory for a long message of which a part has arrived.
+    /// Bytes of memory for a partly received long message.
     #[cfg(test)]
     pub(crate) fn held_bytes(&self) -> usize {
         self.part.as_ref().map_or(0, |(body, _)| body.bytes.capacity())
@@ -153,7 +153,7 @@ impl FrameReader {
         }
     }
 
-    /// Takes the next message if it is here. If not, it makes room for the rest of it.
+    /// Takes the next message if it is here. If not, makes room for the rest of it.
     fn take_ahead(&mut self) -> io::Result<Option<Range<usize>>> {
         let here = self.from..self.to;
         let head = self.ahead[here.clone()].first_chunk::<HEAD_BYTES>();

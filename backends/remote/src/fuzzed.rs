@@ -35,7 +35,7 @@ fn pair(address: &LinkAddress) -> Result<(Duplex, Duplex)> {
     })
 }
 
-/// Sends `bytes` and nothing more, and takes what is answered until the other end has closed.
+/// Sends `bytes` and nothing more, and collects the answer until the other end closes.
 fn send_all(link: &Duplex, bytes: &[u8]) {
     let mut answers = vec![0; 1 << 16];
     let mut drain = || link.receive(&mut answers, Some(Instant::now())).map(|came| came.is_some());
@@ -67,7 +67,7 @@ pub fn served(device: &dyn Device, address: &LinkAddress, bytes: &[u8]) -> Resul
     })
 }
 
-/// Uses a device of a process that sends these bytes in answer to a batch, whatever it is asked, and leaves.
+/// Uses a device of a process that answers every batch with these bytes, and then leaves.
 ///
 /// # Errors
 /// Why the batch has no end, or no result.

@@ -10,11 +10,11 @@ use std::time::Instant;
 
 const NONCE_BYTES: usize = 16;
 
-/// The end of an error that says what is missing.
+/// The end of an error about missing protection.
 const NEEDS_SECRET: &str =
     "devices are lent between processes with certificates, or with the token of one host";
 
-/// Whether an answer is from somebody who has the secret too.
+/// Whether an answer comes from a process with the same secret.
 pub type AnswerCheck = Box<dyn Fn(&[u8]) -> bool>;
 
 /// What a caller shows, and the check of what it is answered.
@@ -34,7 +34,7 @@ pub trait SharedSecret: Send + Sync {
     fn admit(&self, proof: &[u8], address: &LinkAddress, greeting: &[u8]) -> Option<Vec<u8>>;
 }
 
-/// How processes that lend each other devices are protected from others.
+/// Protection between processes that lend each other devices.
 #[derive(Clone)]
 pub struct DeviceAccess {
     /// Encryption, and certificates.
@@ -44,7 +44,7 @@ pub struct DeviceAccess {
 }
 
 impl DeviceAccess {
-    /// Checks that the ends can show each other who they are.
+    /// Checks that the ends can authenticate each other.
     pub(crate) fn check(&self) -> Result<()> {
         self.secret().map(drop)
     }
@@ -86,7 +86,7 @@ fn receive(link: &Duplex, reader: &mut FrameReader, deadline: Instant) -> Result
 /// Checks the beginning of the other end's first message.
 fn check_version(taker: &mut Taker<'_>) -> Result<()> {
     if taker.byte()? != tell::REPLY || taker.array()? != MAGIC {
-        return Err(refused("who answers lends no device"));
+        return Err(refused("the process that answered lends no device"));
     }
     let version = u32::from_le_bytes(taker.array()?);
     if version != VERSION {
@@ -100,7 +100,7 @@ fn check_version(taker: &mut Taker<'_>) -> Result<()> {
 /// The calling end; what the called end's device is.
 ///
 /// # Errors
-/// When the other end lends no device, speaks another version, or is not of this fleet.
+/// If the other end lends no device, speaks another version, or is not of this fleet.
 pub(crate) fn call(
     link: &Duplex,
     reader: &mut FrameReader,
@@ -124,14 +124,14 @@ pub(crate) fn call(
     let welcome = receive(link, reader, deadline)?;
     let mut taker = Taker(&welcome);
     if taker.byte()? != tell::REPLY {
-        return Err(refused("who answers lends no device"));
+        return Err(refused("the process that answered lends no device"));
     }
     if taker.byte()? != 0 {
         return Err(taker.error()?);
     }
     let answer = taker.bytes()?;
     if shown.is_some_and(|shown| !(shown.is_answered)(answer)) {
-        return Err(refused("who answers has another token"));
+        return Err(refused("the process that answered has another token"));
     }
     let text = taker.bytes()?;
     let info = serde_json::from_slice(text).map_err(|error| refused(format!("its device: {error}")))?;
@@ -143,7 +143,7 @@ pub(crate) fn call(
 /// The called end, which lends a device.
 ///
 /// # Errors
-/// When the caller speaks another version, or is not of this fleet, which it is told.
+/// If the caller speaks another version, or is not of this fleet; the caller gets the reason.
 pub(crate) fn welcome(
     link: &Duplex,
     reader: &mut FrameReader,
@@ -210,7 +210,7 @@ fn take_limits(taker: &mut Taker<'_>) -> Result<DeviceLimits> {
         alignment_bytes: u64::from_le_bytes(taker.array()?),
         kv_page_tokens: u32::from_le_bytes(taker.array()?),
         replay_pays: taker.byte()? != 0,
-        // the other process has no access to this one's memory
+        // the other process has no access to this process's memory
         imports_host_memory: false,
         // one connection has one order
         copies_beside: false,

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(30);
 
-/// Buffer 1 has so many bytes, and there are queues 1 and 2.
+/// Buffer 1 has this many bytes, and there are queues 1 and 2.
 const BYTES: u64 = 1 << 12;
 
 fn frame(kind: u8, fill: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
@@ -41,8 +41,8 @@ fn addresses() -> Vec<LinkAddress> {
     all
 }
 
-/// What becomes of a user that sends these bytes after it has a buffer and queues, and then leaves: the same
-/// whatever the bytes go over.
+/// The outcome for a user that sends these bytes after it has a buffer and queues, and then leaves: the same
+/// over every connection.
 fn served(bytes: &[u8]) -> Result<()> {
     let device = mixfleet_cpu::CpuBackend.open("cpu@0").unwrap();
     let known = [

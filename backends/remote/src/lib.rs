@@ -5,8 +5,8 @@
 //! answers: a batch whose results are known beforehand ([`Queue::submit_for`]) takes one way there and one
 //! way back. `protocol.rs` has the messages.
 //!
-//! What is absent: any decision of what runs where, any choice among connections, and retries. A connection
-//! that ended fails every call, until [`Device::queue`] makes a new one and restores the buffers on it.
+//! Absent by design: placement decisions, choice among connections, and retries. A connection that ended
+//! fails every call, until [`Device::queue`] makes a new one and restores the buffers on it.
 //!
 //! [`Queue::submit_for`]: mixfleet_hal::Queue::submit_for
 //! [`Device::queue`]: mixfleet_hal::Device::queue

@@ -17,14 +17,14 @@ pub(crate) const MAGIC: [u8; 8] = *b"mixfleet";
 /// Bytes of data that a message has at most; longer writes and reads take several.
 pub(crate) const DATA_BYTES_MAX: usize = 8 << 20;
 
-/// Bytes of data that are moved at a time: a piece is on its way into the device or out of it while the next
-/// one is on the connection, and it is still in a cache when it is copied on.
+/// Bytes of data moved at a time: one piece is copied into or out of the device while the next one is on the
+/// connection, and it is still in a cache when it is copied on.
 pub(crate) const PIECE_BYTES: usize = 64 << 10;
 
 /// Bytes of a message at most: data, and the commands of a batch.
 pub(crate) const FRAME_BYTES_MAX: usize = DATA_BYTES_MAX + (1 << 20);
 
-/// Bytes of a message before the other end has shown who it is.
+/// Maximum bytes of a message before the other end has authenticated.
 pub(crate) const HELLO_BYTES_MAX: usize = 16 << 10;
 
 /// Time for the first messages.

@@ -31,7 +31,7 @@ impl RemoteQueue {
             let place = BufferRange { buffer: number(slice)?, offset: slice.offset, bytes: slice.bytes };
             places.push(place);
         }
-        // what is too long for a message is read when it is wanted
+        // results too long for a message are read on demand
         if places.iter().map(|place| place.bytes).sum::<u64>() > DATA_BYTES_MAX as u64 {
             places.clear();
         }

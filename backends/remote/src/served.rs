@@ -1,4 +1,4 @@
-//! What a process that lends a device does for one of its users.
+//! Serves one user of a lent device.
 //!
 //! One thread does everything in the order in which the user sent it. It waits for batches in slices, between
 //! which it looks for messages, so that a batch's end leaves as soon as it is there.
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 /// How long a wait for a batch may keep messages waiting.
 const SLICE: Duration = Duration::from_millis(1);
 
-/// Things that a user may have at a time.
+/// Maximum number of buffers, queues and commands of a user.
 const BUFFERS_MAX: usize = 1 << 16;
 const QUEUES_MAX: usize = 64;
 const GRAPHS_MAX: usize = 4096;
@@ -34,7 +34,7 @@ pub(crate) struct Served<'a> {
     queues: BTreeMap<u64, ServedQueue>,
     buffers: BTreeMap<u64, Slice>,
     head: Vec<u8>,
-    /// Room for what is read of the device at a time.
+    /// Buffer for one read from the device.
     data: Vec<u8>,
 }
 
@@ -42,7 +42,7 @@ struct ServedQueue {
     // before their queue
     graphs: BTreeMap<u64, Arc<dyn Graph>>,
     queue: Box<dyn Queue>,
-    /// Batches whose ends the user has not been told, oldest first.
+    /// Batches whose completion has not been reported to the user, oldest first.
     batches: VecDeque<ServedBatch>,
     /// Why all later batches fail.
     failure: Option<Error>,
@@ -66,7 +66,7 @@ impl<'a> Served<'a> {
     /// Serves until the user has gone.
     ///
     /// # Errors
-    /// When it sends what nobody who follows the protocol sends, or takes no answers.
+    /// If the user violates the protocol, or takes no answers.
     pub(crate) fn run(mut self, mut reader: FrameReader) -> Result<()> {
         loop {
             let batches: usize = self.queues.values().map(|queue| queue.batches.len()).sum();
@@ -92,7 +92,7 @@ impl<'a> Served<'a> {
         self.send_parts(0)
     }
 
-    /// Begins a message, which goes on with so many bytes.
+    /// Begins a message of this length.
     fn begin(&mut self, kind: u8, more: usize, fill: impl FnOnce(&mut Vec<u8>)) -> Result<()> {
         self.head.clear();
         put_frame(&mut self.head, kind, more, |out| {
@@ -101,7 +101,7 @@ impl<'a> Served<'a> {
         })
     }
 
-    /// Sends what is begun, and the first so many bytes of `self.data`.
+    /// Sends the begun message, and this many bytes of `self.data`.
     fn send_parts(&mut self, filled: usize) -> Result<()> {
         let parts = [&self.head[..], &self.data[..filled]];
         let sent = self.link.send(&parts, CALL_TIMEOUT, &mut || Ok(false));
@@ -109,8 +109,8 @@ impl<'a> Served<'a> {
         sent.map_err(lost)
     }
 
-    /// Sends a message that ends with the content of `slices`, a part of which is on its way while the next
-    /// one is read. If the device fails before any was sent, nothing is, and its error is returned inside.
+    /// Sends a message that ends with the content of `slices`; one part is sent while the next one is read.
+    /// If the device fails before any part was sent, nothing is sent, and its error is returned inside.
     ///
     /// # Errors
     /// Those of the connection, and of the device once a part has been sent.
@@ -240,7 +240,7 @@ impl<'a> Served<'a> {
     /// The answer to a call.
     ///
     /// # Errors
-    /// For what nobody who follows the protocol sends.
+    /// For a violation of the protocol.
     fn answer(&mut self, kind: u8, taker: &mut Taker<'_>) -> Result<Result<Vec<u8>>> {
         let mut answer = Vec::new();
         let outcome = match kind {
@@ -285,7 +285,7 @@ impl<'a> Served<'a> {
                 Ok(())
             }
             ask::MEMORY_FREE => {
-                // nobody has less than nothing
+                // a free memory below zero counts as zero
                 let free = self.device.memory_free().map_or(-1.0, |bytes| bytes.0);
                 answer.extend(free.to_le_bytes());
                 Ok(())
@@ -300,7 +300,7 @@ impl<'a> Served<'a> {
         Ok(outcome.map(|()| answer))
     }
 
-    /// Waits a little for the oldest batch of each queue, and tells the user of those that are done.
+    /// Waits briefly for the oldest batch of each queue, and reports completed ones to the user.
     fn settle(&mut self) -> Result<()> {
         let numbers: Vec<u64> = self.queues.keys().copied().collect();
         for number in numbers {

@@ -49,7 +49,7 @@ impl DeviceServer {
         self.listener.address()
     }
 
-    /// Serves users, each on a thread of its own, as long as the process runs.
+    /// Serves users, each on its own thread, for the life of the process.
     pub fn run(&self) -> ! {
         loop {
             match self.listener.accept() {
@@ -75,7 +75,7 @@ impl DeviceServer {
     }
 }
 
-/// Lends `device` at `address` on a thread of its own; returns the bound address.
+/// Lends `device` at `address` on a new thread; returns the bound address.
 ///
 /// # Errors
 /// As for [`DeviceServer::bind`], and when there is no thread.
@@ -88,7 +88,7 @@ pub fn serve(address: &LinkAddress, device: Arc<dyn Device>, access: DeviceAcces
     Ok(address)
 }
 
-/// One of those who use the device.
+/// One user of the device.
 struct User<'a>(&'a AtomicUsize);
 
 impl Drop for User<'_> {

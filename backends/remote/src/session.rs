@@ -1,6 +1,6 @@
 //! A connection to a process that lends a device, as its user sees it.
 //!
-//! Whoever waits receives for all: one thread at a time reads messages and files them, and wakes the others.
+//! One waiting thread receives for all: it reads and files messages, and wakes the others.
 
 use crate::code::{Taker, put};
 use crate::fetched::{BufferRange, Expected, Fetched};
@@ -20,13 +20,13 @@ use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Data that is sent together with what follows, because a copy is cheaper than a call of the system.
+/// Data that is sent together with the next message, because a copy is cheaper than a system call.
 const TOGETHER_BYTES: usize = 16 << 10;
 
 /// Bytes that wait for others at most.
 const PENDING_BYTES_MAX: usize = 64 << 10;
 
-/// A wait that nobody sees the end of.
+/// A wait without a deadline.
 const WAIT_MAX: Duration = Duration::from_secs(1 << 30);
 
 /// Batches of a queue whose times are kept.
@@ -34,7 +34,7 @@ const TIMES_KEPT: usize = 1 << 16;
 
 pub(crate) struct RemoteSession {
     link: Duplex,
-    /// What is sent with the next message that cannot wait.
+    /// Pending bytes, sent with the next message that cannot wait.
     pending: Mutex<Vec<u8>>,
     reader: Mutex<FrameReader>,
     inbox: Mutex<SessionInbox>,
@@ -64,7 +64,7 @@ struct SessionInbox {
     failure: Option<Error>,
 }
 
-/// What is known of a queue.
+/// State of a queue.
 #[derive(Default)]
 struct QueueLog {
     done: u64,
@@ -84,10 +84,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl RemoteSession {
-    /// Calls a process that lends a device; what its device is.
+    /// Connects to a process that lends a device; returns the session and the device's description.
     ///
     /// # Errors
-    /// When nobody answers there, or who answers is not of this fleet.
+    /// If no process answers there, or the process is not of this fleet.
     pub(crate) fn open(
         name: &str,
         address: &LinkAddress,
@@ -101,7 +101,7 @@ impl RemoteSession {
         Ok((Arc::new(RemoteSession::over(link, reader)), info, limits))
     }
 
-    /// The session over a connection on which both ends have shown who they are.
+    /// The session over a connection whose ends have authenticated each other.
     pub(crate) fn over(link: Duplex, mut reader: FrameReader) -> Self {
         reader.allow(FRAME_BYTES_MAX);
         RemoteSession {
@@ -136,7 +136,7 @@ impl RemoteSession {
     /// Sends a message, at once or together with later ones.
     ///
     /// # Errors
-    /// Those of `fill`, and `DeviceLost` once the connection has ended.
+    /// The errors of `fill`, and `DeviceLost` once the connection has ended.
     pub(crate) fn send(
         &self,
         now: bool,
@@ -154,8 +154,8 @@ impl RemoteSession {
         Ok(())
     }
 
-    /// Sends data for a buffer from `offset` on, in a message for each piece: little of it together with
-    /// what follows, more of it at once and from where it is.
+    /// Sends data for a buffer from `offset` on, one message per piece: a small piece is copied and sent with
+    /// the next message, a large one is sent immediately and without a copy.
     ///
     /// # Errors
     /// `DeviceLost` once the connection has ended.
@@ -184,7 +184,7 @@ impl RemoteSession {
         if pending.len() > PENDING_BYTES_MAX { self.flush(&mut pending, &[]) } else { Ok(()) }
     }
 
-    /// Sends what is pending, and pieces of data each behind so many bytes of it.
+    /// Sends pending bytes and pieces of data, each after this many of the pending bytes.
     fn flush(&self, pending: &mut Vec<u8>, pieces: &[(usize, &[u8])]) -> Result<()> {
         let (mut parts, mut from) = (Vec::with_capacity(2 * pieces.len() + 1), 0);
         for (to, piece) in pieces {
@@ -261,7 +261,7 @@ impl RemoteSession {
             }
             inbox.is_watched = true;
             drop(inbox);
-            // where no time is left, what has arrived counts
+            // without time left, messages that have arrived still count
             let came = self.receive(Some(deadline));
             inbox = lock(&self.inbox);
             if left.is_zero() && !came && inbox.failure.is_none() {
@@ -270,8 +270,8 @@ impl RemoteSession {
         }
     }
 
-    /// Receives a message, files it and wakes those who wait; whether there was one. For the thread that
-    /// watches.
+    /// Receives a message, files it and wakes waiting threads; returns whether there was one. For the
+    /// watching thread.
     fn receive(&self, deadline: Option<Instant>) -> bool {
         let mut reader = lock(&self.reader);
         let came = reader.next(&self.link, deadline).map(|came| came.map(|arrived| reader.kept(arrived)));
@@ -292,7 +292,7 @@ impl RemoteSession {
         came
     }
 
-    /// Receives what has arrived, unless another thread does; whether it did.
+    /// Receives the messages that have arrived, unless another thread does; returns whether it received any.
     fn drain(&self) -> io::Result<bool> {
         let mut inbox = lock(&self.inbox);
         if std::mem::replace(&mut inbox.is_watched, true) {

@@ -17,7 +17,7 @@ use std::sync::atomic::Ordering;
 
 const BLOCK_TOKENS: u32 = 32;
 const SEQUENCES: u32 = 64;
-/// Each sequence has two blocks, the second of which has one key.
+/// Each sequence has two blocks; the second has one key.
 const START: u32 = BLOCK_TOKENS;
 
 fn checkpoint(layers: u32) -> RandomCheckpoint {
@@ -36,7 +36,7 @@ fn total(wires: &[Arc<Crossed>]) -> [u64; 2] {
     [sum(|crossed| crossed.out.load(Ordering::SeqCst)), sum(|crossed| crossed.back.load(Ordering::SeqCst))]
 }
 
-/// Bytes out and back of a step that decodes so many sequences, and what the partition says of a token and
+/// Bytes out and back of a step that decodes this many sequences, and the partition's count per token and
 /// layer.
 fn step(layers: u32, sequences: u32, split: AttnSplit, workers: u32) -> ([u64; 2], AttnBytes) {
     let checkpoint = checkpoint(layers).load().unwrap();
@@ -99,7 +99,7 @@ fn a_layer_sends_queries_keys_values_and_results_and_little_else() {
                 let layer = (large[which] - small[which]) / u64::from(many - few);
                 let payload = payload * u64::from(sequences);
                 let beside = layer - payload;
-                println!("  {layer} bytes a layer, of which {beside} are beside the payload");
+                println!("  {layer} bytes a layer, {beside} of them beyond the payload");
                 assert!(beside <= most * u64::from(workers), "{beside} bytes beside {payload}");
                 if sequences == SEQUENCES {
                     assert!(beside * 50 <= payload, "{beside} bytes beside {payload}");

@@ -1,4 +1,4 @@
-//! A lent device, and a wire between it and its user that counts bytes and can be cut.
+//! A lent device, and a proxy to its user that counts bytes and can be cut.
 
 use mixfleet_hal::{Cmd, DType, Device, OpSig, Slice};
 use mixfleet_remote::{DeviceAccess, RemoteDevice, SharedSecret, Shown, serve};
@@ -38,12 +38,12 @@ pub(crate) fn here() -> SocketAddr {
 /// Lends a device at a port.
 pub(crate) fn lend(device: Arc<dyn Device>) -> SocketAddr {
     let LinkAddress::Tcp(port) = serve(&here().into(), device, access("word")).unwrap() else {
-        unreachable!("a port was asked for")
+        unreachable!("the address is a port")
     };
     port
 }
 
-/// Lends a device at a socket file, which nobody else can reach from then on: who has connected goes on.
+/// Lends a device at a socket file, which is then removed: existing connections go on.
 pub(crate) fn lend_pages(device: Arc<dyn Device>, name: &str) -> (LinkAddress, SocketFile) {
     let path = std::env::temp_dir().join(format!("mixfleet-remote-{}-{name}", std::process::id()));
     let file = SocketFile(path.clone());

@@ -26,7 +26,7 @@ impl Watched {
         self.buffers.lock().unwrap().iter().filter(|buffer| buffer.strong_count() > 0).count()
     }
 
-    /// Waits until so many live.
+    /// Waits until this many are alive.
     fn settles_at(&self, count: usize) {
         let deadline = Instant::now() + TIMEOUT;
         while self.live() != count {

@@ -38,7 +38,7 @@ fn a_batch_takes_one_way_there_and_one_way_back() {
     assert!((BYTES..BYTES + 24).contains(&(back - before.1)), "{} bytes back", back - before.1);
     assert_eq!(read(&device, &to), bytes(7.0));
     assert_eq!(crossed.bytes(), (out, back), "the result was there already");
-    // it is read once; the next reader asks
+    // a result is read once; the next reader sends a request
     assert_eq!(read(&device, &to), bytes(7.0));
     assert!(crossed.bytes().1 >= back + BYTES);
 }

@@ -27,11 +27,11 @@ pub trait SelectorFiles: Send + Sync {
 
 /// Opens simulated devices: `sim:PART[#NAME][,compute][,dilation:FACTOR][,faults:FILE]`.
 ///
-/// PART is a part of the catalog in any case, by its published kernel times or else its datasheet, or the
-/// path of a profile. `#NAME` tells several of one part apart. The device takes time only, unless `compute`
-/// asks for real results. `dilation` is the number of real seconds in a simulated one: 1 by default, measured
-/// for `compute`; give all devices of a fleet the same. `faults` names a plan, which strikes the device's
-/// commands.
+/// PART is a part of the catalog in any case, predicted by published kernel times or else its datasheet, or
+/// the path of a profile. `#NAME` distinguishes several devices of one part. The device takes time only,
+/// unless `compute` requests real results. `dilation` is the number of real seconds per simulated second: 1
+/// by default, measured for `compute`; give all devices of a fleet the same. `faults` names a fault plan for
+/// the device's commands.
 pub struct SimBackend {
     files: Box<dyn SelectorFiles>,
 }

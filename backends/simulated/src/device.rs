@@ -77,8 +77,8 @@ impl SimulatedPart {
         })
     }
 
-    /// Copies between host and device, taking the time that the profile predicts. KV is large, and comes and
-    /// goes beside steps, from which it takes the memory meanwhile.
+    /// Copies between host and device, which take the predicted time. KV is large, and its copies run beside
+    /// steps, whose memory bandwidth they use.
     pub(crate) fn copying(
         &self,
         bytes: usize,
@@ -136,8 +136,8 @@ impl SimulatedPart {
     }
 }
 
-/// A device that takes the time that its profile predicts without computing. It answers with a hash of
-/// everything that it was asked to read; see the crate documentation.
+/// A device that takes the time that its profile predicts without computing. Results are hashes of everything
+/// read; see the crate documentation.
 pub struct TimeOnlyDevice {
     part: SimulatedPart,
     store: SharedStore,

@@ -24,7 +24,7 @@ pub(crate) fn decoded(dtype: DType, head_dim: u32, bytes: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Mixes two words into one: the folded 128-bit product (as in wyhash).
+/// Mixes two 64-bit numbers into one: the folded 128-bit product (as in wyhash).
 #[expect(clippy::cast_possible_truncation, reason = "the low half is meant")]
 #[inline]
 pub(crate) fn mix(a: u64, b: u64) -> u64 {

@@ -271,7 +271,7 @@ impl FaultyQueue {
         let (device, ordered) = (self.device.clone(), self.ordered.clone());
         if ordered.shadow.is_some() && fault != Some(Fault::Drop) {
             for (operand, arg) in cmd.sig().operands().iter().zip(cmd.args()) {
-                // paged KV that is read may be imported, but what is written never is
+                // paged KV that is read may be imported; written KV never is
                 if operand.access != OperandAccess::Read {
                     ordered.remember(&*device, arg)?;
                 }

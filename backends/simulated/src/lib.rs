@@ -10,8 +10,8 @@
 //! A [`ComputeDevice`] lets the CPU backend compute, on a clock that is slowed down as far as the
 //! host is slower than the simulated part. A [`FaultyDevice`] makes any device fail by plan.
 //!
-//! What is absent: files (the binary reads profiles and plans), real time in any result, copies and
-//! commands at once (a copy does not wait for the queue, nor the queue for it).
+//! Absent by design: files (the binary reads profiles and plans), real time in any result, and contention
+//! between copies and commands (a copy does not wait for the queue, nor the queue for it).
 
 #![cfg_attr(
     not(test),

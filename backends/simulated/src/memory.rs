@@ -192,7 +192,7 @@ impl BufferContents {
     pub(crate) fn alloc(store: &SharedStore, bytes: u64, role: BufferUsage, charge: Charge) -> Result<Slice> {
         // an empty slice still needs an address
         let length = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
-        // never reserved, since most of it will not be touched
+        // never reserved, since most of it stays untouched
         let map = memmap2::MmapOptions::new().len(length).no_reserve_swap().map_anon().map_err(|error| {
             let message = format!("the host has no address space for {bytes} simulated bytes: {error}");
             Error::new(ErrorKind::OutOfMemory, message)

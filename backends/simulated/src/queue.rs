@@ -21,8 +21,7 @@ pub(crate) trait BatchRunner: Send {
     fn finish(&mut self, ticket: Ticket, timeout: Duration) -> Result<Option<Seconds>>;
 }
 
-/// Computes digests before `submit` returns, so whoever reads memory without waiting for a ticket sees
-/// results early.
+/// Computes digests before `submit` returns, so a read that does not wait for a ticket sees results early.
 pub(crate) struct Digests(pub(crate) SharedStore);
 
 impl BatchRunner for Digests {

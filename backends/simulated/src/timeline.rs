@@ -16,14 +16,15 @@ const SLOWER_MAX: f64 = 1.1;
 /// Simulated time before which the host is not judged.
 const JUDGED_AFTER: Seconds = Seconds(1.0);
 
-/// What a batch asks of a device.
+/// Resources that a batch uses.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BatchWork {
     /// Time to launch it on an idle queue.
     pub(crate) launch: Seconds,
     /// Time of its commands.
     pub(crate) time: Seconds,
-    /// How much of that it takes from others: all, or the memory's time of what only moves bytes.
+    /// Time that it takes from other batches: all of it, or only memory time for a batch that just moves
+    /// bytes.
     pub(crate) takes: Seconds,
     /// Whether it only moves bytes, which engines for copies do while others compute.
     pub(crate) only_moves: bool,
@@ -57,8 +58,8 @@ impl Schedule {
     }
 
     /// Appends a batch that arrived at `arrived` on a queue whose earlier ones end at `before`, and returns
-    /// its end. Its launch overlaps with the batches before it. One that only moves bytes waits for those of
-    /// its own queue; the memory's time that it takes from others is added to what comes after them.
+    /// its end. Its launch overlaps with the batches before it. A batch that only moves bytes waits for those
+    /// of its own queue; the memory time that it takes is added to the batches after it.
     fn append(&self, arrived: Seconds, work: BatchWork, before: Seconds) -> Seconds {
         let BatchWork { launch, time, takes, only_moves } = work;
         let mut load = self.load.lock().unwrap_or_else(PoisonError::into_inner);
@@ -66,7 +67,7 @@ impl Schedule {
         if only_moves { (arrived + launch).max(before) + time } else { load.until }
     }
 
-    /// Takes the memory for `time` from what comes next.
+    /// Takes memory time from later batches.
     pub(crate) fn lend_memory(&self, time: Seconds) {
         let mut load = self.load.lock().unwrap_or_else(PoisonError::into_inner);
         load.until = load.until.max(self.clock.now()) + time;

@@ -1,4 +1,4 @@
-//! The conformance suite on the computing kind: its results are the CPU backend's, whatever the clock.
+//! The conformance suite on the computing kind: its results are the CPU backend's, at every dilation.
 
 use crate::common;
 use mixfleet_hal::{DType, KvShape, OpSig, Support};

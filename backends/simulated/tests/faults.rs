@@ -49,8 +49,8 @@ fn every_strike_is_seen(fault: Fault, names: &[&str], can_matter: fn(u64) -> boo
     }
 }
 
-/// Operations on a pool run as scatter, operation, gather. A bit may flip in a slot of the pool that
-/// nobody reads, so the operations that write pools are struck elsewhere.
+/// Operations on a pool run as scatter, operation, gather. A flipped bit may fall on an unused slot of the
+/// pool, so the operations that write pools are tested elsewhere.
 #[test]
 fn a_flipped_bit_is_seen() {
     every_strike_is_seen(Fault::BitFlip, &OPERATIONS, |_| true);

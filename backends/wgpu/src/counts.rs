@@ -1,9 +1,9 @@
-//! Counts of what a device was asked to do, which say what a step costs beside arithmetic where times do not,
-//! as on an adapter that is the processor itself.
+//! Counts of a device's work, which show the overhead of a step where times do not, such as on an adapter
+//! that runs on the processor.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a device was asked to do since it was opened.
+/// Work of a device since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WgpuCounts {
     /// Submissions to the driver's queue.

@@ -71,7 +71,7 @@ pub(crate) fn adapters() -> std::result::Result<Vec<Adapter>, Absent> {
         found.into_iter().find(|adapters| !adapters.is_empty()).unwrap_or_default()
     };
     let found = catch_unwind(AssertUnwindSafe(find))
-        .map_err(|_| Absent::new("wgpu: a driver failed while it was asked for its adapters"))?;
+        .map_err(|_| Absent::new("wgpu: a driver failed while listing its adapters"))?;
     if found.is_empty() {
         return Err(Absent::new(
             "no Vulkan, Metal or DX12 adapter; on Linux install the Vulkan loader and a driver (Debian: libvulkan1 \
@@ -152,7 +152,7 @@ pub(crate) fn info(index: usize, adapter: &Adapter, tuning: AdapterOverrides) ->
         notes.push(("matrices".to_owned(), format!("{edge} x {edge} of f16, summed in f32")));
     }
     if memory.is_none() {
-        notes.push(("memory".to_owned(), "not told; the largest allocation stands for it".to_owned()));
+        notes.push(("memory".to_owned(), "unknown; assumed to be the largest allocation".to_owned()));
     }
     let bound = tuning.binding_bytes_max.unwrap_or(limits.max_storage_buffer_binding_size);
     let subgroups = features.contains(Features::SUBGROUP) && !tuning.without_subgroups;
@@ -207,7 +207,7 @@ impl WgpuDevice {
     /// nowhere.
     ///
     /// # Errors
-    /// Those of [`open`](Self::open).
+    /// The errors of [`open`](Self::open).
     pub fn open_keeping(
         index: usize,
         tuning: AdapterOverrides,
@@ -278,7 +278,7 @@ impl WgpuDevice {
         let limits = DeviceLimits {
             // a buffer is padded by up to 31 bytes
             allocation_bytes_max: limits.max_buffer_size.saturating_sub(32),
-            // kernels count words from an aligned start of the binding, so callers need not respect
+            // kernels count 32-bit elements from an aligned start of the binding, so callers need not respect
             // `min_storage_buffer_offset_alignment` (32 to 256) and may slice ids and rows freely
             alignment_bytes: 4,
             imports_host_memory: false,
@@ -290,7 +290,7 @@ impl WgpuDevice {
         Ok(WgpuDevice { info, limits, shared: Arc::new(shared) })
     }
 
-    /// Returns what was asked of the device since it was opened.
+    /// Returns the work counted since the device was opened.
     pub fn counts(&self) -> WgpuCounts {
         self.shared.link.counters.read()
     }
@@ -380,7 +380,7 @@ impl Device for WgpuDevice {
         Ok(Box::new(WgpuQueue::new(self.shared.clone())))
     }
 
-    /// wgpu does not say how much is in use.
+    /// wgpu does not report the memory in use.
     fn memory_free(&self) -> Option<Bytes> {
         None
     }

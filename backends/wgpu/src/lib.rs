@@ -15,9 +15,9 @@
 //! not supported. A selector counts the adapters of one interface: Vulkan, else Metal, else DX12.
 //!
 //! Indices live on the device, so the host cannot check them. Kernels do: an id, slot or page outside its
-//! table is never followed. What is written then is NaN (`embed`, `kv_gather`), nothing (`kv_write`,
-//! `kv_scatter`), or attention without the missing keys; where `query_start` or `context` make no sense,
-//! queries are left out and their rows of the output stay as they are.
+//! table is never followed. The output is then NaN (`embed`, `kv_gather`), nothing (`kv_write`,
+//! `kv_scatter`), or attention without the missing keys; if `query_start` or `context` is inconsistent, those
+//! queries are skipped and their rows of the output stay unchanged.
 //!
 //! KV pages are `[kv_heads, page_tokens, head_dim]` inside, preferably of 16 tokens.
 

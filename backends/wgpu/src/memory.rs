@@ -90,7 +90,7 @@ pub(crate) struct DeviceQueue {
     /// The results of the last batch, unless something came after it.
     landed: Mutex<Vec<HostCopy>>,
     /// Host-visible memory for `read`. The lock is held during a whole transfer, so that two transfers that
-    /// share a word do not interleave.
+    /// share a 32-bit element do not interleave.
     stage: Mutex<TransferStaging>,
 }
 
@@ -150,7 +150,7 @@ impl DeviceQueue {
         self.changes.fetch_add(1, Ordering::AcqRel) + 1
     }
 
-    /// Keeps what has landed of the batch that was the change of this number, if it was the last one.
+    /// Keeps the results of the batch with this change number, if it is the latest one.
     pub(crate) fn keep(&self, change: u64, results: Vec<HostCopy>) {
         let mut landed = self.landed.lock().unwrap_or_else(PoisonError::into_inner);
         if self.changes.load(Ordering::Acquire) == change {
@@ -168,7 +168,8 @@ impl DeviceQueue {
         found.map(|bytes| data.copy_from_slice(bytes)).is_some()
     }
 
-    /// Copies `data` to `to`. wgpu moves whole words, so partial words at the ends are read and patched.
+    /// Copies `data` to `to`. wgpu copies multiples of four bytes, so partial ones at the ends are read and
+    /// patched.
     pub(crate) fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         let memory = DeviceQueue::check(to, data.len())?;
         self.change();
@@ -194,7 +195,7 @@ impl DeviceQueue {
         Ok(())
     }
 
-    /// Has whole words copied to the device before the next submission.
+    /// Schedules multiples of four bytes to be copied to the device before the next submission.
     fn copy_in(&self, stage: &mut TransferStaging, memory: &WgpuMemory, at: u64, data: &[u8]) -> Result<()> {
         count(&self.counters.bytes_written, data.len() as u64);
         self.guard("write", || self.queue.write_buffer(&memory.buffer, at, data))?;

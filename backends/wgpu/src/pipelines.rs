@@ -33,13 +33,13 @@ pub(crate) struct DiskCache {
     cache: PipelineCache,
     directory: PathBuf,
     key: KernelKey,
-    /// What was loaded or stored last.
+    /// The cache's content when last loaded or stored.
     stored: Mutex<Vec<u8>>,
 }
 
 impl DiskCache {
-    /// Loads what a process stored for `fingerprint`, which names the adapter, its driver and the sources.
-    /// What is damaged or another's is as if there were nothing.
+    /// Loads the cache stored for `fingerprint`, which names the adapter, its driver and the sources. A
+    /// damaged or foreign file counts as absent.
     pub(crate) fn load(link: &DeviceQueue, directory: PathBuf, fingerprint: &str) -> Result<DiskCache> {
         let key = KernelKey::new(&["wgpu", fingerprint]);
         let loaded = kernel_cache::load(&directory, &key);
@@ -52,7 +52,8 @@ impl DiskCache {
         Ok(DiskCache { cache, directory, key, stored: Mutex::new(loaded.unwrap_or_default()) })
     }
 
-    /// Stores what there is, unless that is stored. Nothing depends on it, so failures are not told.
+    /// Stores the cache, unless it is already stored. Correctness does not depend on it, so failures are
+    /// silent.
     fn store(&self) {
         let Some(data) = self.cache.get_data().filter(|data| !data.is_empty()) else { return };
         let mut stored = self.stored.lock().unwrap_or_else(PoisonError::into_inner);

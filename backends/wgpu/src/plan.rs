@@ -15,8 +15,9 @@
 //! **Asides.** wgpu forbids that a dispatch reads and writes one buffer through two bindings, even where they
 //! do not overlap. An input that shares its buffer with an output is copied aside first.
 //!
-//! **Half words.** A row of odd length in a 16-bit dtype shares a word with the next row. Kernels that give
-//! rows to groups leave such results in scratch memory as f32, and `narrow` rounds them, a thread per word.
+//! **Half words.** A row of odd length in a 16-bit dtype shares a 32-bit word with the next row. Kernels that
+//! assign rows to groups leave such results in scratch memory as f32, and `narrow` rounds them, one thread
+//! per word.
 
 mod attention;
 mod experts;
@@ -106,7 +107,7 @@ impl TensorView {
 pub(crate) enum WgpuStep {
     Dispatch {
         kernel: Kernel,
-        /// Binding numbers, with what is bound.
+        /// Binding numbers, and the bound windows.
         bindings: Vec<(u32, MemoryWindow)>,
         /// The immediates, as words.
         words: Vec<u32>,
@@ -128,7 +129,7 @@ pub(crate) struct Demands {
     pub(crate) matrices: Option<MatrixUnit>,
 }
 
-/// Plans commands as work, and tracks how much scratch memory that takes.
+/// Plans commands as dispatches, and tracks the scratch memory that they need.
 pub(crate) struct Planner {
     demands: Demands,
     pub(crate) works: Vec<WgpuStep>,
@@ -330,7 +331,7 @@ impl Planner {
         self.works.push(WgpuStep::Dispatch { kernel: kernel.clone(), bindings, words, grid });
     }
 
-    /// Binds the aligned window around `window`, and returns where its first element lies in it.
+    /// Binds the aligned window around `window`, and returns the index of its first element.
     fn bind(
         &self,
         bindings: &mut Vec<(u32, MemoryWindow)>,
@@ -383,7 +384,7 @@ impl Planner {
         let whole = RotaryPart { first: 0, length: head_dim, interleaved: false };
         let RotaryPart { first: begin, length, interleaved } = part.unwrap_or(whole);
         let width = length / 2;
-        // heads and pairs of a thread, which no other one shares a word with
+        // heads and pairs of a thread; no other thread shares a 32-bit word with them
         let (own, unit) = match x.dtype {
             DType::F32 => (1, 1),
             _ if !head_dim.is_multiple_of(2) => (2, width),
@@ -481,7 +482,7 @@ impl Planner {
             .dtype("OUT", out.dtype)
             .flag("NORMALISED", !matches!(how, Merged::Part(_)));
         let (sinks, heads, stat_out) = match how {
-            // what is absent must be bound anyway
+            // absent operands must be bound anyway
             Merged::Normalised => (stat, 0, out),
             Merged::Joined(sinks, heads) => (sinks, heads, out),
             Merged::Part(stat_out) => (stat, 0, stat_out),
@@ -508,13 +509,13 @@ struct MergeShape {
 enum Merged<'a> {
     /// Their mean.
     Normalised,
-    /// The same with the sinks of so many heads.
+    /// The same with `sinks` attention sinks.
     Joined(&'a TensorView, u32),
     /// A part again, with this maximum and sum.
     Part(&'a TensorView),
 }
 
-/// Returns the number of words that `count` elements take.
+/// Returns the number of 32-bit words that `count` elements take.
 fn words(count: u64, dtype: DType) -> u64 {
     (count * dtype.size_bytes()).div_ceil(4)
 }

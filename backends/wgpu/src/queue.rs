@@ -35,7 +35,7 @@ const WAIT_MAX: Duration = Duration::from_secs(1 << 24);
 
 /// A submitted batch.
 enum WgpuBatch {
-    /// Under way.
+    /// Batches in flight.
     Running {
         index: SubmissionIndex,
         since: Instant,
@@ -166,7 +166,7 @@ impl WgpuQueue {
         }
     }
 
-    /// Encodes and submits a batch, of which `results` are read next; a failure here fails the queue.
+    /// Encodes and submits a batch, whose `results` are read next; a failure here fails the queue.
     fn run(&mut self, steps: &[EncoderStep], results: &[Slice]) -> Result<Ticket> {
         if let Some((_, error)) = &self.failed {
             return Err(error.clone());

@@ -1,5 +1,5 @@
-//! What a batch leaves for the host, in memory that is mapped once: timestamps of its beginning and end, and
-//! what is read next.
+//! Host-visible results of a batch, in persistently mapped memory: timestamps of its beginning and end, and
+//! the slices read next.
 
 use crate::counts::count;
 use crate::memory::{DeviceQueue, HostCopy, WgpuMemory};
@@ -12,7 +12,7 @@ use wgpu::{Buffer, BufferUsages, CommandEncoder, MapMode, QuerySet, QuerySetDesc
 
 /// Two timestamps, of 8 bytes each.
 const TIMES_BYTES: u64 = 16;
-/// Maximum bytes of results; those of a step are 16 for each row.
+/// Maximum bytes of results; a step's are 16 for each row.
 const RESULTS_BYTES_MAX: u64 = 16 << 10;
 
 /// The timestamp queries of a batch.
@@ -76,8 +76,8 @@ impl Readback {
         }
     }
 
-    /// Requests what lands, which arrives once the batch is done. Nobody waits for most batches, so it is not
-    /// requested before.
+    /// Requests the mapping, which completes once the batch is done. Most batches are never waited for, so it
+    /// is not requested before.
     pub(crate) fn fetch(&mut self, link: &DeviceQueue) {
         if std::mem::replace(&mut self.asked, true) {
             return;
@@ -102,8 +102,8 @@ impl Readbacks {
         Readbacks { tick_ns, free: Vec::new() }
     }
 
-    /// Takes a readback, if the device has timestamps or there are results. Results that are not whole words
-    /// or too long are read when they are wanted.
+    /// Takes a readback, if the device has timestamps or there are results. Results that are not multiples of
+    /// four bytes or too long are read on demand.
     pub(crate) fn take(&mut self, link: &DeviceQueue, results: &[Slice]) -> Result<Option<Readback>> {
         let whole = results.iter().all(|slice| slice.offset % 4 == 0 && slice.bytes % 4 == 0);
         let fit = results.iter().map(|slice| slice.bytes).sum::<u64>() <= RESULTS_BYTES_MAX;

@@ -1,8 +1,8 @@
 //! The conformance suite on the first adapter here (Mesa's lavapipe stands in for a GPU): with subgroups,
 //! without, and with bindings so small that nearly everything is cut.
 //!
-//! lavapipe needs about 0.1 s to compile a kernel, and the suite asks for some 200 specialisations: it runs
-//! on the quick level unless `MIXFLEET_WGPU_LEVEL=full`.
+//! lavapipe needs about 0.1 s to compile a kernel, and the suite needs some 200 specialisations: it runs on
+//! the quick level unless `MIXFLEET_WGPU_LEVEL=full`.
 
 use mixfleet_hal::{Backend, Device};
 use mixfleet_hwtests::{CheckOutcome, SuiteLevel, SuiteOptions, SuiteVerdict, run};

@@ -58,7 +58,7 @@ fn sixteen_bits_become_thirty_two_exactly() {
 #[test]
 fn thirty_two_bits_round_to_the_nearest_even() {
     let Some(device) = device() else { return };
-    // every finite f16, the middle to its neighbour, and what lies beside the middle
+    // every finite f16, the midpoint to its neighbour, and the values beside the midpoint
     let halves = (0..=u16::MAX).filter(|&word| f16::from_bits(word).is_finite()).flat_map(|word| {
         let (a, b) = (f16::from_bits(word).to_f32(), f16::from_bits(word ^ 1).to_f32());
         let middle = (a + b) / 2.0;

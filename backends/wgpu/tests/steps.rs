@@ -1,6 +1,6 @@
-//! What a step of decodes asks of a device beside arithmetic, counted: on a processor that stands in for an
-//! adapter times do not show it. The step is that of a small model, submitted as a worker does: what it reads
-//! is uploaded at once, each layer is a batch, one is waited for, and what was drawn is read.
+//! Counts the overhead of a decode step: on a software adapter times do not show it. The step is that of a
+//! small model, submitted as a worker does: inputs are uploaded together, each layer is a batch, only the
+//! last is waited for, and the drawn tokens are read.
 
 use mixfleet_hal::op::Extent;
 use mixfleet_hal::{Backend, BufferUsage, Cmd, DType, Device, KvShape, OpSig, Queue, Scalar, Slice};
@@ -15,7 +15,7 @@ const HEADS: u32 = 4;
 const INNER: u32 = 96;
 const VOCAB: u32 = 100;
 const PAGES_MAX: u32 = 3;
-/// What is uploaded for a step.
+/// Data uploaded for a step.
 const INPUT_BYTES: u64 = 1 << 12;
 const KV: KvShape = KvShape { kv_heads: 2, head_dim: 16, page_tokens: 16, dtype: X, latent: None };
 
@@ -38,7 +38,7 @@ impl Memories<'_> {
                         Extent::Exactly(n) => n,
                         Extent::PagesOf(n) => n * 16 * u64::from(PAGES_MAX),
                     };
-                // what is of a layer begins with a capital
+                // names of parts of a layer begin with a capital
                 let own = name.starts_with(char::is_uppercase);
                 let name = if own { format!("{name}{layer}") } else { (*name).to_owned() };
                 let made = || self.device.alloc(bytes.max(1 << 14), BufferUsage::Activations).unwrap();
@@ -57,7 +57,7 @@ fn norm(rows: u32) -> OpSig {
     OpSig::RmsNorm { rows, cols: HIDDEN, eps: Scalar(1e-5), x: X, weight: X, out: X }
 }
 
-/// The batches of a step of so many sequences, with the slice that is read.
+/// The batches of a step with this many sequences, and the slice that is read.
 fn batches(of: &mut Memories<'_>, rows: u32) -> (Vec<Vec<Cmd>>, Slice) {
     let (q_cols, kv_cols) = (HEADS * KV.head_dim, KV.kv_heads * KV.head_dim);
     let rope = |heads| OpSig::Rope { tokens: rows, heads, head_dim: KV.head_dim, part: None, x: X };
@@ -110,7 +110,7 @@ fn batches(of: &mut Memories<'_>, rows: u32) -> (Vec<Vec<Cmd>>, Slice) {
     (all, drawn)
 }
 
-/// Runs a step and returns what was drawn.
+/// Runs a step and returns the drawn tokens.
 fn step(of: &mut Memories<'_>, queue: &mut dyn Queue, rows: u32) -> Vec<u8> {
     let (batches, drawn) = batches(of, rows);
     let inputs = of.by_name["inputs"].range(0, INPUT_BYTES);
@@ -150,7 +150,7 @@ fn a_step_asks_little_beside_arithmetic() {
             bind_groups: 0,
             maps: 1,
             bytes_written: INPUT_BYTES,
-            // two timestamps, and what was drawn for each sequence
+            // two timestamps, and the drawn token of each sequence
             bytes_read: 16 + 16 * u64::from(rows),
         };
         assert_eq!(counts, wanted, "{rows} sequences");

@@ -77,12 +77,12 @@ fn parse(descriptor: &str) -> Result<Descriptor, String> {
 }
 
 fn open(listen: Option<SocketAddr>) -> Result<Verbs, String> {
-    // nobody else is on the network of a check
+    // the check's network has no other users
     let security = Security::Insecure;
     Verbs::open(VerbsOptions { listen, security, ..VerbsOptions::default() }).map_err(|absent| absent.reason)
 }
 
-/// Bytes of which every 8 tell their place and `seed`.
+/// Bytes in which every 8 encode their position and `seed`.
 fn pattern(seed: u64) -> Vec<u8> {
     let word = |i: u64| (i ^ seed).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
     (0..BYTES as u64 / 8).flat_map(word).collect()
@@ -185,7 +185,7 @@ impl Checks {
         Ok(())
     }
 
-    /// Notices that nobody takes stop the sender.
+    /// Notices that are not consumed stop the sender.
     fn unread_notices(&mut self, verbs: &Verbs) -> Result<(), String> {
         let text = |error: Error| error.to_string();
         let there = verbs.register(region()?, RemoteAccess::Write).map_err(text)?;
@@ -210,7 +210,7 @@ impl Checks {
         verbs.deregister(&there).map_err(text)
     }
 
-    /// Keys that do not open: one of an old epoch on a healthy queue pair, one of nobody.
+    /// Keys that are refused: one of an old epoch on a healthy queue pair, and an invented one.
     fn wrong_keys(&mut self, verbs: &Verbs) -> Result<(), String> {
         let text = |error: Error| error.to_string();
         let there = region()?;
@@ -256,7 +256,7 @@ impl Checks {
         verbs.deregister(&new).map_err(text)
     }
 
-    /// A peer of whom only the NIC could tell, since no connection does.
+    /// A peer whose loss only the NIC can report, since there is no connection.
     fn silent_peer(&mut self, verbs: &Verbs) -> Result<(), String> {
         let text = |error: Error| error.to_string();
         let there = verbs.register(region()?, RemoteAccess::Write).map_err(text)?;

@@ -14,7 +14,7 @@
 //!
 //! `--verify` moves KV as instances do: each MiB is copied from 256 MiB into a staging slot, hashed there and
 //! written to the other end's slot, which copies it out and compares the copy's hash in the same pass.
-//! `--copy` does all of that but the hashing. Slots are then twice what is under way, at each end.
+//! `--copy` does the same without hashing. Each end then has twice as many slots as pieces in flight.
 
 #[cfg(feature = "tls")]
 #[path = "../tests/authority/mod.rs"]
@@ -34,7 +34,7 @@ use twox_hash::XxHash3_64;
 
 /// Of each end's memory: far more than any cache.
 const MEMORY_BYTES: u64 = 256 << 20;
-/// What is copied and hashed at once, as an instance's piece of KV.
+/// Bytes copied and hashed at a time, as for an instance's KV.
 const PARCEL_BYTES: u64 = 1 << 20;
 const LONG: Duration = Duration::from_secs(60);
 
@@ -171,7 +171,7 @@ fn target(options: &Options) -> Outcome<()> {
         let line = line?;
         let numbers: Vec<u64> = line.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
         let [offset, bytes, ref hash @ ..] = numbers[..] else {
-            return Err(format!("'{line}' is no parcel").into());
+            return Err(format!("'{line}' is no piece").into());
         };
         let mut intact = Ok(false);
         memory.view(offset, bytes, &mut |parcel| {
@@ -216,7 +216,7 @@ impl Target {
         Ok(Target { pid: told["pid"].as_u64().ok_or("no pid")?, descriptor, child })
     }
 
-    /// Asks it to take a parcel that has arrived.
+    /// Asks it to take a piece that has arrived.
     fn ask(&mut self, Parcel { offset, bytes, hash }: &Parcel) -> Outcome<()> {
         let (child, _) =
             self.child.as_mut().ok_or("--copy and --verify need a target that was started here")?;
@@ -258,7 +258,7 @@ struct Parcel {
     hash: Option<u64>,
 }
 
-/// What is moved over and over.
+/// The data that is moved repeatedly.
 struct Work {
     memory_bytes: u64,
     reads: bool,
@@ -375,7 +375,7 @@ fn run(options: &mut Options) -> Outcome<()> {
                 target.ask(parcel)?;
                 asked += 1;
             }
-            // as many as are under way may be in the other end's slots, so that both ends work at once
+            // the other end may hold as many slots as are in flight, so that both ends work at once
             while asked > depth as u64 * work.batch * work.piece_bytes.div_ceil(PARCEL_BYTES) {
                 target.answer()?;
                 asked -= 1;

@@ -1,4 +1,4 @@
-//! The owner's reply to a peer that asks for a region.
+//! The owner's reply to a peer that requests a region.
 
 use mixfleet_hal::transport::{Descriptor, RemoteAccess};
 use mixfleet_hal::{Error, ErrorKind, Result};

@@ -73,7 +73,7 @@ impl DescriptorListener {
 /// Fetches the line from `address`.
 ///
 /// # Errors
-/// `Unsupported` if the address is beyond this host and the connection is unprotected; `Closed` if nobody
+/// `Unsupported` if the address is beyond this host and the connection is unprotected; `Closed` if no process
 /// answers or the certificates do not match.
 pub fn fetch_descriptor(address: SocketAddr, security: &Security) -> Result<FetchedDescriptor> {
     security.check(&address)?;

@@ -38,8 +38,8 @@ impl Duplex {
     /// Calls `address`. A peer's host that sends no packets for `silence` counts as gone.
     ///
     /// # Errors
-    /// `Unsupported` if bytes would leave this host unprotected, `Closed` if nobody answers or the peer's
-    /// certificate is not of the fleet, or the peer of another user.
+    /// `Unsupported` if bytes would leave this host unprotected, `Closed` if no process answers, the peer's
+    /// certificate is not of the fleet, or the peer runs as another user.
     pub fn call(
         address: &LinkAddress,
         security: &Security,
@@ -82,12 +82,12 @@ impl Duplex {
         &self.address
     }
 
-    /// Sends all of `parts`, in their order. While the peer takes nothing and has sent something, calls
-    /// `meanwhile`, which may receive it and then returns true, so that two ends that both send do not wait
-    /// for each other.
+    /// Sends all of `parts`, in order. While the peer takes nothing but has sent something, calls
+    /// `meanwhile`, which may receive it and then returns true, so that two ends that both send do not
+    /// deadlock.
     ///
     /// # Errors
-    /// `TimedOut` once the peer has taken nothing for `idle`, and those of the connection.
+    /// `TimedOut` once the peer has taken nothing for `idle`, and the errors of the connection.
     pub fn send(
         &self,
         parts: &[&[u8]],
@@ -115,10 +115,10 @@ impl Duplex {
     }
 
     /// Receives at least one byte into `place`, and returns how many; `None` once `deadline` has passed. A
-    /// deadline in the past takes what has arrived.
+    /// deadline in the past takes only bytes that have arrived.
     ///
     /// # Errors
-    /// `UnexpectedEof` at the end of the connection, and those of the connection.
+    /// `UnexpectedEof` at the end of the connection, and the errors of the connection.
     pub fn receive(&self, place: &mut [u8], deadline: Option<Instant>) -> io::Result<Option<usize>> {
         loop {
             match self.pipe.receive(place) {
@@ -260,8 +260,8 @@ impl DuplexListener {
         &self.address
     }
 
-    /// Waits for the next caller. If many have shown nothing yet, the oldest of the address with the most of
-    /// them is dropped.
+    /// Waits for the next caller. If too many callers have not identified themselves yet, the oldest one of
+    /// the address with the most is dropped.
     ///
     /// # Errors
     /// For lack of descriptors; later callers may be accepted.
@@ -294,7 +294,7 @@ fn bind_file(path: &Path) -> io::Result<UnixListener> {
         if !about.file_type().is_socket() {
             return Err(io::Error::new(
                 IoKind::AlreadyExists,
-                "what is there is no socket: give another path",
+                "the path exists and is not a socket: give another path",
             ));
         }
         match UnixStream::connect(path) {
@@ -312,7 +312,7 @@ impl DuplexCaller {
     /// Completes the handshake. The caller counts as one that has shown nothing until the guard is dropped.
     ///
     /// # Errors
-    /// Those of the handshake, and when `deadline` has passed.
+    /// The errors of the handshake, and when `deadline` has passed.
     pub fn welcome(self, deadline: Instant) -> io::Result<(Duplex, PendingStream)> {
         let DuplexCaller { socket, address, pending, security, silence } = self;
         let (pipe, address) = match socket {
@@ -414,7 +414,7 @@ mod tests {
         drop(first);
         drop(bind().unwrap());
         std::fs::remove_file(path).unwrap();
-        // what is no socket stays
+        // a file that is no socket stays
         std::fs::write(path, "text").unwrap();
         assert!(bind().err().unwrap().to_string().contains("is no socket"));
         assert_eq!(std::fs::read(path).unwrap(), b"text");

@@ -10,8 +10,8 @@
 //! active end does something else over TCP, where each connection has a thread for that, and over RDMA, where
 //! the NIC moves what has been posted to it.
 //!
-//! What is absent: any check of what arrived (the layer above hashes its blocks), any retry, any choice of a
-//! transport.
+//! Absent by design: verification of received bytes (the layer above hashes its blocks), retries, and the
+//! choice of a transport.
 
 #![cfg_attr(
     not(test),

@@ -31,7 +31,7 @@ pub(crate) struct Reach {
 }
 
 impl Reach {
-    /// Checks that peers may do this, and that every piece lies in both memories.
+    /// Checks that peers may do this, and that every piece is inside both memories.
     ///
     /// # Errors
     /// `Invalid` otherwise.
@@ -56,7 +56,7 @@ pub(crate) struct Batches {
 }
 
 impl Batches {
-    /// Notes that parts of a batch have landed; of one that was cancelled nobody counts them.
+    /// Records that parts of a batch have landed; those of a cancelled batch are not counted.
     pub(crate) fn landed(&mut self, batch: u64, parts: u64) {
         if let Some(left) = self.open.get_mut(&batch) {
             debug_assert!(parts <= *left, "{parts} parts of batch {batch} landed, of {left} in flight");
@@ -108,13 +108,13 @@ pub(crate) trait Carrier: Send {
     /// Starts a batch whose pieces were checked, and returns the number of its parts that have not landed.
     ///
     /// # Errors
-    /// Whatever breaks the connection.
+    /// Every error that breaks the connection.
     fn begin(&mut self, batch: u64, pieces: &[Piece], direction: Direction) -> Result<u64>;
 
-    /// Moves what can be moved without waiting, and notes what has landed.
+    /// Moves as much as possible without waiting, and records the parts that have landed.
     ///
     /// # Errors
-    /// Whatever breaks the connection.
+    /// Every error that breaks the connection.
     fn progress(&mut self, _batches: &mut Batches) -> Result<()> {
         Ok(())
     }
@@ -122,12 +122,12 @@ pub(crate) trait Carrier: Send {
     /// Waits at most `longest` until something may have landed; the user has waited for `waited` so far.
     ///
     /// # Errors
-    /// Whatever breaks the connection.
+    /// Every error that breaks the connection.
     fn pause(&mut self, _batches: &mut Batches, _waited: Duration, _longest: Duration) -> Result<()> {
         Ok(())
     }
 
-    /// Forgets what has not begun to move of a batch, and where the rest would land.
+    /// Forgets the parts of a batch that have not begun to move, and the destination of the rest.
     fn discard(&mut self, _batch: u64) {}
 
     /// Releases what a broken connection holds.

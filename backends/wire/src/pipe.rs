@@ -13,7 +13,7 @@ pub(crate) const LOOK: Duration = Duration::from_millis(10);
 
 /// One end of such a connection.
 pub(crate) trait Pipe: Send + Sync {
-    /// Writes some bytes of `parts`, or what is kept back if there are none, and returns how many.
+    /// Writes some bytes of `parts`, or buffered ones if `parts` is empty, and returns how many.
     ///
     /// # Errors
     /// `WouldBlock` if there is no room.

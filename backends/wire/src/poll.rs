@@ -47,13 +47,13 @@ const PAID_NEEDED: u32 = 1024;
 
 /// Repeated waits for the same peer, which spin while its answers come quickly and sleep otherwise.
 ///
-/// A wait spins once enough previous waits were short that it is likely to pay. A spin in vain multiplies
-/// that number by eight, and many successful ones in a row halve it. A spin is in vain too if other threads
-/// got the core meanwhile: a spinner uses up its share of a busy core and then waits for its next turn, while
-/// a sleeper has some of its share left and gets the core when it is woken. It does not yield, which would
-/// hand the core to any work that waits, of whatever priority. On a single core nothing spins.
+/// A wait spins once enough previous waits were short that it is likely to pay. An unsuccessful spin
+/// multiplies that number by eight, and many successful ones in a row halve it. A spin is also unsuccessful
+/// if other threads ran on the core during it: a spinner uses up its share of a busy core and then waits for
+/// its next turn, while a sleeper keeps some of its share and gets the core when it is woken. It does not
+/// yield, which would hand the core to any runnable thread of any priority. On a single core nothing spins.
 pub(crate) struct Patience {
-    /// Number of short waits since the last spin in vain.
+    /// Number of short waits since the last unsuccessful spin.
     short: u32,
     short_needed: u32,
     /// Number of spins that paid since `short_needed` changed.
@@ -181,7 +181,7 @@ mod tests {
             spun += u32::from(spins);
             patience.learn(spins, if spins || wait % 8 == 0 { SLOW } else { QUICK });
         }
-        assert!(spun <= 4, "{spun} spins, each in vain");
+        assert!(spun <= 4, "{spun} spins, all unsuccessful");
         // and more again when it does pay
         let mut waits = 0;
         while !spins(&patience) {

@@ -44,7 +44,7 @@ impl HostRegion {
 }
 
 /// Creates an anonymous file of `bytes` zero bytes with a sealed length: a process that receives it cannot
-/// truncate it, which would kill whoever touches the lost pages.
+/// truncate it, which would kill every process that touches the lost pages.
 #[cfg(target_os = "linux")]
 pub(crate) fn nameless_file(bytes: u64) -> std::io::Result<Option<File>> {
     use std::os::fd::{AsRawFd, FromRawFd};
@@ -54,7 +54,7 @@ pub(crate) fn nameless_file(bytes: u64) -> std::io::Result<Option<File>> {
     if fd < 0 {
         return Err(std::io::Error::last_os_error());
     }
-    // SAFETY: the descriptor is fresh and nobody else's.
+    // SAFETY: the descriptor is new and has no other owner.
     let file = unsafe { File::from_raw_fd(fd) };
     file.set_len(bytes)?;
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
@@ -70,7 +70,7 @@ pub(crate) fn nameless_file(_bytes: u64) -> std::io::Result<Option<File>> {
     Ok(None)
 }
 
-/// Asks for huge pages, which halve the time of a copy that exceeds the caches. A refusal is harmless.
+/// Requests huge pages, which halve the time of a copy that exceeds the caches. A refusal is harmless.
 #[cfg(target_os = "linux")]
 pub(crate) fn prefer_huge_pages(map: &memmap2::MmapRaw) {
     const HUGE_PAGE_BYTES: usize = 2 << 20;
@@ -105,9 +105,9 @@ impl SharedMemory for HostRegion {
         let range = range(offset, bytes, self.size_bytes())?;
         // plain bytes cannot be left half-updated, so a poisoned lock is harmless
         let _shared = self.lock.read().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the range lies in the mapping, which lives as long as `self`; in this process nobody
-        // writes it under the shared lock. A peer that breaks its word changes plain bytes, which are
-        // checked by their hash before anyone relies on them.
+        // SAFETY: the range is inside the mapping, which lives as long as `self`; in this process it is not
+        // written under the shared lock. A peer that violates the protocol changes plain bytes, whose hash is
+        // checked before they are used.
         look(unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(range.start), range.len()) });
         Ok(())
     }
@@ -155,8 +155,8 @@ fn replace_pages(file: &File, map: &memmap2::MmapRaw) -> std::io::Result<()> {
     prefer_huge_pages(&fresh);
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
     // SAFETY: both mappings have `length` bytes and do not overlap; the caller holds the region's lock, so
-    // that nobody in this process writes. `mremap` replaces the old pages at once: the address is never
-    // without any.
+    // that no thread of this process writes. `mremap` replaces the old pages atomically: the address is never
+    // unmapped.
     let moved = unsafe {
         std::ptr::copy_nonoverlapping(map.as_ptr(), fresh.as_mut_ptr(), length);
         libc::mremap(fresh.as_mut_ptr().cast(), length, length, flags, map.as_mut_ptr())

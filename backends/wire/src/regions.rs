@@ -52,7 +52,7 @@ impl<R: FencedRegion> RegionTable<R> {
     /// Registers what `make` makes of `memory`, under a new key and epoch. What it was registered under ends.
     ///
     /// # Errors
-    /// Those of `make` and of the older region's fence.
+    /// The errors of `make` and of the older region's fence.
     pub(crate) fn add(
         &self,
         memory: &Arc<dyn SharedMemory>,
@@ -74,7 +74,7 @@ impl<R: FencedRegion> RegionTable<R> {
     /// Ends a region, once no peer reaches it.
     ///
     /// # Errors
-    /// `Closed` if there is none, and those of its fence.
+    /// `Closed` if there is none, and the errors of its fence.
     pub(crate) fn remove(&self, key: RegionKey, epoch: u64) -> Result<()> {
         self.find(key, epoch)?.fence()?;
         self.lock().by_key.remove(&key).map(drop).ok_or_else(|| not_registered(epoch))
@@ -99,7 +99,7 @@ impl<R: FencedRegion> RegionTable<R> {
     pub(crate) fn end(&self) {
         let ended = std::mem::take(&mut self.lock().by_key);
         for (_, region) in ended.into_values() {
-            // a stopped peer keeps the memory; its owner was told to deregister first
+            // a stopped peer keeps the memory; its owner was notified to deregister first
             let _ = region.fence();
         }
     }

@@ -37,7 +37,7 @@ pub(crate) fn wait_to_send(
 /// Waits at most `limit` until there is room, or something has arrived.
 ///
 /// # Errors
-/// `BrokenPipe` if nobody reads any more.
+/// `BrokenPipe` if there is no reader any more.
 pub(crate) fn wait_for_room(ring: &dyn Ring, limit: Duration) -> io::Result<()> {
     let begun = Instant::now();
     loop {
@@ -58,7 +58,7 @@ pub(crate) fn wait_for_room(ring: &dyn Ring, limit: Duration) -> io::Result<()> 
     }
 }
 
-/// The bytes between two counters, one of which follows what the peer says.
+/// The bytes between two counters, one of which follows the peer's reports.
 pub(crate) fn between(written: u64, read: u64) -> io::Result<usize> {
     let bytes = to_usize(written.wrapping_sub(read));
     if bytes > RING_BYTES {

@@ -57,7 +57,7 @@ impl SecureStream {
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
         message.msg_iov = parts.as_ptr().cast_mut();
         message.msg_iovlen = parts.len() as _;
-        // SAFETY: the parts are valid for as long as whoever made them said; the kernel only reads them.
+        // SAFETY: the parts are valid as their creator guarantees; the kernel only reads them.
         counted(|| unsafe { libc::sendmsg(self.socket.as_raw_fd(), &raw const message, NO_SIGNAL) })
     }
 
@@ -168,8 +168,8 @@ pub(crate) fn tune(socket: &TcpStream, silence: Duration) -> io::Result<()> {
     Ok(())
 }
 
-/// Chooses a congestion control that sends whatever the window allows at once. BBR, the default on many
-/// hosts, paces by timers, which only delays two processes on one host: iperf3 lost a third to it
+/// Chooses a congestion control that sends as much as the window allows. BBR, the default on many hosts,
+/// paces by timers, which only delays two processes on one host: iperf3 lost a third to it
 /// (docs/results/wire.md). If it cannot be chosen, the host's default stays.
 #[cfg(target_os = "linux")]
 fn unpaced(socket: &TcpStream) {

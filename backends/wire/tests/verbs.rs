@@ -33,7 +33,7 @@ fn ends_by_rdma() -> (Duplex, Duplex) {
     })
 }
 
-/// Each message waits for the one before, so that each end sleeps, and there are many more of them than
+/// Each message waits for the one before, so that each end sleeps, and there are many more messages than
 /// writes that may be open.
 #[test]
 fn small_messages_go_back_and_forth_and_the_end_is_noticed() {
@@ -60,7 +60,7 @@ fn small_messages_go_back_and_forth_and_the_end_is_noticed() {
     assert_eq!(a.receive(&mut [0; 8], None).unwrap_err().kind(), IoKind::UnexpectedEof);
 }
 
-/// Nobody reads at first, so that as many writes are open as may be, and then the ring is full.
+/// There is no reader at first, so that the maximum number of writes is open, and then the ring is full.
 #[test]
 fn writes_and_bytes_that_nobody_reads_are_held_back() {
     let (a, b) = ends_by_rdma();

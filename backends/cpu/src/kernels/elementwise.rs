@@ -183,7 +183,7 @@ impl SimdTask for RopeKernel {
 /// Rotates `half` pairs of neighbours by the cosines, and the sines behind them, at `cos`.
 ///
 /// # Safety
-/// There are so many.
+/// The operands have this many elements.
 #[inline(always)]
 unsafe fn turn_neighbours<S: Simd>(x: *mut u8, dtype: DType, cos: *const u8, half: usize) {
     let size = to_usize(dtype.size_bytes());

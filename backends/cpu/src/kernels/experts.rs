@@ -20,7 +20,7 @@ pub(crate) struct ExpertChoice {
     pub(crate) routing: ExpertRouting,
 }
 
-/// Inserts a key among the best ones, behind those that are equal; a NaN is as low as any.
+/// Inserts a key among the best ones, after equal ones; a NaN ranks lowest.
 fn insert(best: &mut Vec<(f32, u32)>, most: usize, key: f32, expert: u32) {
     let key = if key.is_nan() { f32::NEG_INFINITY } else { key };
     if best.len() == most {
@@ -60,7 +60,7 @@ impl ExpertChoice {
                 best.clear();
                 logits.iter().zip(0..).for_each(|(&key, expert)| insert(&mut best, active, key, expert));
             } else {
-                // keys are scores of all experts, whatever weights are
+                // keys are scores of all experts; weights may differ
                 let (max, sum) = self.softmax(&logits, false);
                 let keys = |expert: usize| {
                     let score = match self.routing.scoring {

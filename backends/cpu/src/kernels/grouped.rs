@@ -1,8 +1,8 @@
 //! Products of rows with the matrices of the experts that they chose.
 //!
-//! Rows of an expert are those of one product, and run as a product of so many rows would: few rows stream
-//! the weights, many are packed. On tiles all experts' rows are packed first, into scratch that is shared, so
-//! that every panel of weights meets them once.
+//! An expert's rows form one product and run like a product of that many rows: few rows stream the weights,
+//! many are packed. On tiles all experts' rows are packed first, into shared scratch, so that every panel of
+//! weights is used once for all of them.
 
 use super::gemm::packed::{PackX, PanelOut, packed_words, tiles as word_tiles};
 use super::gemm::quantised::QuantisedFewRows;
@@ -23,7 +23,7 @@ const PACKED_ROWS: usize = 128;
 
 /// Products with the matrices of experts.
 pub(crate) struct GroupedGemm {
-    /// That of one expert; rows are those of all choices.
+    /// The shape for one expert; rows count all choices.
     pub(crate) shape: GemmShape,
     pub(crate) x: OperandSpan,
     pub(crate) weight: OperandSpan,
@@ -76,7 +76,7 @@ impl GroupedGemm {
         }
     }
 
-    /// How the rows of an expert are packed, of which there are so many.
+    /// How an expert's rows are packed, given their number.
     fn form(&self, rows: usize, on_tiles: bool, worker: &KernelWorker<'_>) -> Option<PackedForm> {
         let shape = GemmShape { m: rows, ..self.shape };
         match shape.packed_form(worker.isa) {
@@ -87,7 +87,7 @@ impl GroupedGemm {
         }
     }
 
-    /// Packs this worker's tiles of the rows of experts that have enough of them.
+    /// Packs this worker's tiles of the rows of experts that have enough rows.
     ///
     /// # Safety
     /// As for [`GroupedGemm::run`].

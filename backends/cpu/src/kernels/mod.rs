@@ -262,8 +262,8 @@ fn gemm_parts(sig: &OpSig, args: &[OperandSpan]) -> (GemmShape, Operands, Option
     (shape, Operands::quantised(&shape, args[0], rest), Some(weights))
 }
 
-/// Weight rows of `n` that a worker claims at a time: so many that a new stream is nothing beside them, and
-/// so few that no worker waits long for another one that the system held up. All workers get as many pieces.
+/// Weight rows of `n` that a worker claims at a time: enough that starting a stream costs next to nothing,
+/// and few enough that no worker waits long for a preempted one. All workers get the same number of pieces.
 fn rows_of_a_piece(n: usize, row_bytes: usize, workers: usize) -> usize {
     let share = n.div_ceil(workers);
     let pieces = (share * row_bytes).div_ceil(PIECE_BYTES).max(1);

@@ -5,7 +5,7 @@
 
 use super::simd::Simd;
 
-/// How the words of a panel enter a sum.
+/// How packed words enter a sum.
 pub(crate) trait Panel<S: Simd>: Copy {
     /// Words of the left-hand operand per word of the panel.
     const STEPS: usize;

@@ -1,4 +1,4 @@
-//! Quantised weights as the kernels see them, and rows of them in f32.
+//! Quantised weights as the kernels see them, and their rows in f32.
 
 use super::convert::{narrow, widen};
 use super::simd::{Simd, SimdTask};
@@ -26,7 +26,7 @@ pub(crate) const E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
 impl QuantisedRows {
-    /// From the operands that are its arrays, and those that follow them.
+    /// From the operands that form the weight's arrays, and the operands after them.
     pub(crate) fn of(kind: Quantised, columns: usize, args: &[OperandSpan]) -> (Self, &[OperandSpan]) {
         let mut rest = args;
         let mut take = |present: bool| match rest.split_first() {
@@ -45,8 +45,8 @@ impl QuantisedRows {
         (QuantisedRows { kind, columns, codes, high, scales, zeros, supers, outer }, rest)
     }
 
-    /// The weights from row `first` of matrix `which` of matrices of so many rows. Row `first` begins a group
-    /// of rows, or the rows that are read from there on end with the group.
+    /// The weights from row `first` of matrix `which`, where matrices have `rows` rows. Row `first` begins a
+    /// group of rows, or the rows read from there on end with the group.
     pub(crate) fn part(&self, rows: usize, which: usize, first: usize) -> Self {
         let row = which * rows + first;
         let group_rows = self.kind.group_rows as usize;
@@ -333,7 +333,7 @@ fn f32_of(code: u32) -> f32 {
     code as f32
 }
 
-/// The number that an E4M3 code stands for: its bits as those of an f32 whose exponent is 120 too small.
+/// The number of an E4M3 code: its bits as an f32 whose exponent is 120 too small.
 #[inline(always)]
 pub(crate) fn e4m3(code: u8) -> f32 {
     const SHIFT: f32 = 1.329_228e36; // 2^120
@@ -354,7 +354,7 @@ unsafe fn read_f16(span: OperandSpan, index: usize) -> f32 {
     f16::from_bits(unsafe { span.at(DType::F16, index).cast::<u16>().read_unaligned() }).to_f32()
 }
 
-/// Widens scales, of which E4M3 is not read by vectors.
+/// Widens scales; vector reads do not support E4M3.
 #[inline(always)]
 unsafe fn read_scales<S: Simd>(dtype: DType, from: *const u8, to: *mut f32, count: usize) {
     // SAFETY: the caller's promise that both have as many elements.

@@ -1,8 +1,8 @@
 //! Draws a token from each row of logits; `mixfleet_hal::sample` says how.
 //!
-//! A worker takes a row at a time. Nothing is sorted: a row's weights are summed once, block by block, and
-//! what a filter keeps is found among the few tokens that can matter. Loops over arrays of a fixed length are
-//! left to the compiler, which makes vectors of the level's width of them.
+//! A worker takes a row at a time. Nothing is sorted: a row's weights are summed once, block by block, and a
+//! filter's result is found among the few tokens that can matter. Loops over arrays of a fixed length are
+//! vectorised by the compiler to the level's width.
 
 use super::simd::{Simd, SimdTask};
 use super::{KernelWorker, OperandSpan};
@@ -15,9 +15,9 @@ use mixfleet_hal::{DType, Error, Result};
 
 /// Logits that are read at once.
 const CHUNK: usize = 16;
-/// Logits that are weighed at once. The sum of so many weights is exact in f64.
+/// Logits that are weighed together. The sum of this many weights is exact in f64.
 const BLOCK: usize = 512;
-/// The word of a result that is no number.
+/// The unused 32-bit value of a result.
 const NAN_BITS: u32 = 0x7FC0_0000;
 
 /// The operands and shape.
@@ -132,7 +132,7 @@ impl SampledLogits {
     /// Returns `N` logits from `from` on; those past the end are -infinity.
     #[inline(always)]
     fn some<const N: usize>(self, from: usize) -> [f32; N] {
-        // SAFETY: a row holds `cols` elements; the array has room for the rest of them.
+        // SAFETY: a row holds `cols` elements; the array has room for the rest of the row.
         unsafe {
             let at = self.start.add(from);
             if from + N <= self.cols {
@@ -497,7 +497,7 @@ fn draw_from_all(row: SampledLogits, weights: TokenWeights, uniform: u32, sums: 
     0
 }
 
-/// Collects best tokens, by id, that include those of `top_p`, and returns what these must weigh at least.
+/// Collects the best tokens, by id, including those of `top_p`, and returns the least weight of these.
 #[inline(always)]
 fn collect_run(
     row: SampledLogits,
@@ -508,8 +508,8 @@ fn collect_run(
 ) -> u64 {
     let total = weights.sum(row, sums);
     let target = part(total, top_p).max(1);
-    // Tokens that weigh less weigh less than the rest together, so that the run ends before them. The exact
-    // sum decides, whatever rounding does to the logit.
+    // Tokens below this weight weigh less than all the others together, so that the run ends before them. The
+    // exact sum decides, regardless of rounding in the logit.
     let lightest = (total - target) as f64 / row.cols as f64;
     let least = f64::from(weights.best) + (lightest / (2 * ONE) as f64).log2() / f64::from(weights.scale);
     collect(row, mixfleet_hal::cast::to_f32(least), tokens);

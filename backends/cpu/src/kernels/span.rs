@@ -32,7 +32,7 @@ impl OperandSpan {
     /// Returns element `index` of a span of u32.
     ///
     /// # Safety
-    /// The span holds initialised memory that nobody writes concurrently, and more than `index` elements.
+    /// The span holds initialised memory that is not written concurrently, and more than `index` elements.
     #[inline(always)]
     pub(crate) unsafe fn u32(self, index: usize) -> u32 {
         debug_assert!(index * 4 + 4 <= self.bytes);

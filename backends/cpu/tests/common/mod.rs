@@ -67,8 +67,8 @@ impl Rig {
         slice
     }
 
-    /// Runs one operation on copies of `operands` and returns all of them as they are afterwards.
-    /// Checks that nothing around them changed, nor any that is only read.
+    /// Runs one operation on copies of `operands` and returns all operands afterwards. Checks that the memory
+    /// around them and the read-only operands did not change.
     pub fn run(&self, sig: &OpSig, operands: &[Vec<u8>]) -> Result<Vec<Vec<u8>>> {
         let kinds = sig.operands();
         let slices: Vec<Slice> =

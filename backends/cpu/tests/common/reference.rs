@@ -14,7 +14,7 @@ pub struct Case {
     pub kv: DType,
 }
 
-/// Pools filled through `KvWrite`, and what is in them.
+/// Pools filled through `KvWrite`, and their content.
 struct Filled {
     pools: [Vec<u8>; 2],
     table: Vec<u8>,

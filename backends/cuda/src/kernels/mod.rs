@@ -48,7 +48,7 @@ pub enum KernelSource {
     FewRows,
     /// `gemm_few_rows_of_one_x`: several products of the same rows.
     FewRowsOfOneX,
-    /// `gemm_few_rows_gated`: a gate, its up and `silu_mul` of them.
+    /// `gemm_few_rows_gated`: gate and up products with their `silu_mul`.
     FewRowsGated,
     /// `attn_prefill` for any dtypes and shapes.
     Attention,

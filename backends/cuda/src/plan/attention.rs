@@ -82,7 +82,7 @@ fn on_warpgroups(head_dim: u32, tiles: u64, target: &PlanTarget) -> bool {
     target.wgmma && matches!(head_dim, 64 | 128) && fits && 2 * tiles >= u64::from(target.multiprocessors)
 }
 
-/// An operand list that is aligned, for what is asked before there are operands.
+/// An aligned operand list, for queries before operands exist.
 const ALIGNED: &[DeviceRange] = &[];
 
 pub(super) fn prefill_support(sig: &OpSig, target: &PlanTarget) -> Support {
@@ -206,9 +206,9 @@ pub(super) fn prefill(
 
 /// How many parts a sequence may have, and keys of a part.
 ///
-/// Enough parts for one wave of blocks over the device; once that needs `CHUNK_FULL` keys or more, up to
-/// eight waves, so that the last one weighs little. The sizes are those that the host expects; a kernel makes
-/// parts longer where a sequence has more keys than `parts` of them hold.
+/// Enough parts for one wave of blocks over the device; from `CHUNK_FULL` keys a part on, up to eight waves,
+/// so that the last wave costs little. Sizes are those that the host expects; a kernel makes parts longer if
+/// a sequence has more keys than `parts` of them hold.
 fn cut(sig: &OpSig, blocks_per_part: u64, target: &PlanTarget) -> (u64, u64) {
     let OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, kv, .. } = *sig else {
         unreachable!("called for attn_decode")

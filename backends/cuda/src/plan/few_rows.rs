@@ -7,8 +7,8 @@ use mixfleet_hal::{DType, OpSig, Result};
 /// Rows above which the weights' traffic no longer dominates and cuBLASLt's tiles win.
 pub(super) const FEW_ROWS_MAX: u32 = 16;
 const WARPS: u32 = 8;
-/// Shared memory of a block for copies that are under way: two blocks fit a multiprocessor of Hopper, and
-/// one those with 99 KiB for a block.
+/// Shared memory of a block for copies in flight: two blocks fit a multiprocessor of Hopper, and one block
+/// fits those with 99 KiB for a block.
 const RING_BYTES: u32 = 96 << 10;
 /// Pairs of steps along k that it holds.
 const STAGES: std::ops::RangeInclusive<u32> = 2..=4;
@@ -43,13 +43,13 @@ pub(super) struct FewRows {
 impl FewRows {
     /// For `m` rows of `x` in `split` parts, and `n` rows of weights.
     pub(super) fn new(m: u32, n: u64, split: u32, target: &PlanTarget) -> FewRows {
-        // blocks with two tiles read `x` half as often, where there are enough of them
+        // blocks with two tiles read `x` half as often, if there are enough tiles
         let enough = n.div_ceil(32) >= 3 * u64::from(target.multiprocessors);
         let large = FewRows::with_row_tiles(m, 2, split).filter(|_| enough);
         large.or_else(|| FewRows::with_row_tiles(m, 1, split)).expect("one tile fits")
     }
 
-    /// None if the copies that have to be under way take more than their shared memory.
+    /// None if the copies that must be in flight exceed their shared memory.
     fn with_row_tiles(m: u32, row_tiles: u32, split: u32) -> Option<FewRows> {
         let tiles = m.div_ceil(8);
         let slot = 2 * row_tiles + tiles * if split == 3 { 2 } else { 1 };
@@ -168,7 +168,7 @@ pub(super) fn together(ops: &[PlannedOp], target: &PlanTarget) -> Result<Option<
     Ok(Some((count, kernel.launch(OF_ONE_X, &dtypes, blocks, args)?)))
 }
 
-/// Plans a gate, its up and `silu_mul` of them, if `op` is that.
+/// Plans gate and up products with their `silu_mul`, if `op` is that.
 fn gated(gate: &Product<'_>, up: &Product<'_>, op: &PlannedOp) -> Result<Option<PlanStep>> {
     let (OpSig::SiluMul { elements, x: gated }, places) = op else { return Ok(None) };
     let ((m, n, k), (x, weight, out)) = (gate.shape, gate.dtypes);

@@ -38,7 +38,7 @@ enum GemmPath {
 
 /// The number of parts that an `x` is cut into for `gemm_few_rows`, if it has these dtypes.
 fn few_rows_split(x: DType, weight: DType) -> Option<u32> {
-    // f16 cannot represent what remains of an f32 after rounding it to f16
+    // f16 cannot represent the remainder of an f32 after rounding it to f16
     match (x, weight) {
         (DType::Bf16, DType::Bf16) | (DType::F16, DType::F16) => Some(1),
         (DType::F32, DType::Bf16) => Some(3),
@@ -67,9 +67,10 @@ fn way(sig: &OpSig, aligned: bool, target: &PlanTarget) -> GemmPath {
     }
 }
 
-/// Whether cuBLASLt has kernels for it: equal dtypes, and rows that are whole 16-byte vectors. If so, whether
-/// the bias must be added before: cuBLASLt's has the output's dtype while ours has the weights', and its f8
-/// bias is bf16. What was added before is rounded to the output's dtype, which must lose nothing.
+/// Whether cuBLASLt has kernels for this product: equal dtypes, and rows that are whole 16-byte vectors. If
+/// so, whether the bias must be added before: cuBLASLt's bias has the output's dtype while ours has the
+/// weights', and its f8 bias is bf16. A bias added before is rounded to the output's dtype, which must be
+/// exact.
 fn blas_takes(sig: &OpSig, aligned: bool, target: &PlanTarget) -> Option<bool> {
     let OpSig::Gemm { n, k, x, weight, out, bias, accumulate, .. } = *sig else {
         unreachable!("called for gemm")
@@ -85,8 +86,8 @@ fn blas_takes(sig: &OpSig, aligned: bool, target: &PlanTarget) -> Option<bool> {
         DType::I8 | DType::U32 => false,
     };
     let bias_before = bias && (out != weight || weight == DType::F8E4m3);
-    // it rounds a product to the output's dtype before it adds what is there, seen with bf16 on Hopper (CUDA
-    // 13.0)
+    // it rounds a product to the output's dtype before it adds the previous content, seen with bf16 on Hopper
+    // (CUDA 13.0)
     let exact = out == DType::F32 || !accumulate;
     let takes = target.blas && aligned && x == weight && dtypes && exact && vectors(k, x) && vectors(n, out);
     takes.then_some(bias_before)

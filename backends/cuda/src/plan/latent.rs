@@ -21,8 +21,8 @@ impl LatentBlock {
         LatentBlock { row_tiles, shared_bytes: (heads + 2 * TILE) * row * 2 + heads * (TILE + 8) * 4 }
     }
 
-    /// The block for so many heads over latents, none if the kernels do not take them: 32 heads where there
-    /// are more than 16 and shared memory allows it.
+    /// The block for `heads` heads over latents, none if the kernels do not take them: 32 heads if there are
+    /// more than 16 and shared memory allows it.
     pub(super) fn of(
         heads: u32,
         x: DType,

@@ -220,7 +220,7 @@ fn apart(a: &DeviceRange, b: &DeviceRange) -> bool {
     a.address + a.bytes <= b.address || b.address + b.bytes <= a.address
 }
 
-/// What the commands of a batch write, up to one of them.
+/// The writes of a batch's commands, up to one of them.
 #[derive(Debug, Default)]
 pub struct BatchWrites(Vec<DeviceRange>);
 
@@ -236,7 +236,7 @@ impl BatchWrites {
         }
     }
 
-    /// Answers the [`KernelArg::Settled`] of `steps`, which come after what was added.
+    /// Resolves the [`KernelArg::Settled`] of `steps`, which come after the commands added so far.
     pub fn settle(&self, steps: &mut [PlanStep]) {
         for step in steps {
             let PlanStep::Launch(launch) = step else { continue };
@@ -249,9 +249,9 @@ impl BatchWrites {
     }
 }
 
-/// Plans what the front of a batch does in fewer launches than one by one, bit by bit the same, and returns
-/// how many operations that are: products of few rows of one `x`, also with their gating; rope of queries
-/// and keys with the write of those keys; decode attention in parts with its merge.
+/// Plans the front of a batch in fewer launches than one by one, with the same bits, and returns how many
+/// operations these cover: products of few rows of one `x`, also with their gating; rope of queries and keys
+/// with the write of those keys; decode attention in parts with its merge.
 ///
 /// # Errors
 /// As [`plan`].
@@ -271,8 +271,8 @@ pub fn fused(ops: &[PlannedOp], target: &PlanTarget) -> Result<Option<(usize, Ve
     Ok(fused)
 }
 
-/// Plans rope of queries and of keys, and the write of those keys with their values, as one launch, if they
-/// are that.
+/// Plans rope of queries and of keys, and the write of those keys with their values, as one launch, if the
+/// operations are these.
 fn rope_kv(queries: &PlannedOp, keys: &PlannedOp, write: &PlannedOp) -> Result<Option<PlanStep>> {
     let (OpSig::Rope { tokens, heads, head_dim, part: None, x }, [q, cos_sin]) = (queries.0, &queries.1[..])
     else {
@@ -426,7 +426,7 @@ fn sample(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
     let OpSig::Sample { rows, cols, history, tops } = *sig else {
         return Err(Error::unsupported(format!("cuda: {} draws nothing", sig.name())));
     };
-    // what is absent is not used
+    // absent operands are not used
     if history == 0 {
         args.splice(2..2, [args[1], args[0]]);
     }
@@ -518,7 +518,7 @@ mod tests {
         let copy_to =
             |address: u64| (OpSig::Copy { bytes: 0x100 }, vec![range(0x1800, 0x100), range(address, 0x100)]);
         assert_eq!(settled(&[]), KernelArg::U32(1));
-        // what is beside them, or read
+        // buffers beside them, or read-only ones
         assert_eq!(settled(&[copy_to(0xF00), copy_to(0x3000), product.clone()]), KernelArg::U32(1));
         for address in [0xF01, 0x1000, 0x2FFF] {
             assert_eq!(settled(&[copy_to(address), copy_to(0x8000)]), KernelArg::U32(0), "{address:#x}");

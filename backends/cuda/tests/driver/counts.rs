@@ -11,7 +11,7 @@ pub(super) type Calls = BTreeMap<String, u64>;
 /// The calls of one of the libraries so far.
 pub(super) fn calls(library: &str) -> Calls {
     let mut text = vec![0u8; 1 << 16];
-    // SAFETY: the library is the one that the backend loaded; the function writes at most so many bytes.
+    // SAFETY: the library is the one that the backend loaded; the function writes at most `count` bytes.
     unsafe {
         let library = libloading::Library::new(library).unwrap();
         let told: libloading::Symbol<unsafe extern "C" fn(*mut u8, usize) -> i32> =
@@ -51,7 +51,7 @@ fn gemm(m: u32, n: u32, out: DType, accumulate: bool) -> OpSig {
     OpSig::Gemm { m, n, k: HIDDEN, x: DType::Bf16, weight: DType::Bf16, out, bias: false, accumulate }
 }
 
-/// The operations of a layer over `tokens` rows, of which `decodes` are decoded and the rest is one prompt.
+/// The operations of a layer over `tokens` rows: `decodes` decode rows, the rest one prompt.
 fn layer(tokens: u32, decodes: u32) -> Vec<OpSig> {
     let (x, heads) = (DType::Bf16, HIDDEN / KV.head_dim);
     let norm =
@@ -92,7 +92,7 @@ fn layer(tokens: u32, decodes: u32) -> Vec<OpSig> {
     sigs
 }
 
-/// A command on zeroed operands of its own.
+/// A command on zeroed operands.
 pub(super) fn command(device: &dyn Device, sig: OpSig) -> Cmd {
     let slices: Vec<Slice> = sig
         .operands()
@@ -161,7 +161,7 @@ fn a_mixed_step_looks_up_no_kernel_after_the_first() {
         let mut queue = device.queue().unwrap();
         let [inputs, tokens] = inputs_and_tokens(&*device);
         let mut step = |rows: u32| {
-            // the rows of a mixed step are hardly ever those of another
+            // a mixed step rarely has the same rows twice
             let lists: Vec<Vec<Cmd>> = (0..LAYERS).map(|_| commands(&*device, &layer(rows, 4))).collect();
             calls_of(|| {
                 device.write(&inputs, &[1; 4096]).unwrap();

@@ -36,7 +36,7 @@ fn compiled(version: Driver) -> Option<PathBuf> {
     (version, driver, blas, nvml, shim, NAMES).hash(&mut hasher);
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("driver-{:016x}", hasher.finish()));
     std::fs::create_dir_all(&directory).unwrap();
-    // other processes read and make the same files meanwhile
+    // other processes read and make the same files concurrently
     let own = std::process::id();
     let write = |name: &str, text: &str| {
         let part = directory.join(format!("{own}.{name}"));

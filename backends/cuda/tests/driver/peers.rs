@@ -1,8 +1,8 @@
 //! Several devices that copy to each other: the queue, and members of an instance that exchange by it.
 //!
-//! The driver runs what is on a stream as late as it may, so that whoever forgets to follow another device's
-//! queue adds old bytes; or, if told so, it has the other devices do first what they may, so that whoever
-//! writes too early overwrites what was not yet read.
+//! The fake driver runs a stream's work as late as it may, so that a missing wait for another device's queue
+//! adds stale bytes; in the other mode it lets the other devices run first, so that an early write overwrites
+//! bytes not yet read.
 
 use super::{Driver, LONG, counts, fill, in_children};
 use mixfleet_cuda::CudaBackend;
@@ -38,8 +38,8 @@ fn crossed() -> [u64; 3] {
     bytes
 }
 
-/// Runs `test` in children of this process, each with three devices of whose copies the driver says this; a
-/// second word is the order of streams.
+/// Runs `test` in children of this process, each with three devices and this answer about copies between
+/// them; a second environment value is the order of streams.
 fn with_peers(name: &str, peers: &[&'static str], test: impl FnOnce()) {
     let of = |peers: &&'static str| {
         let (peers, order) = peers.split_once(' ').unwrap_or((peers, ""));
@@ -74,7 +74,7 @@ fn a_queue_copies_to_another_device_whose_queue_follows_it() {
         let pushed = first.submit(&[fill(&source, 7), copy(&source, &far)]).unwrap();
         let end = first.end().unwrap();
         second.submit(&[copy(&far, &further)]).unwrap();
-        assert_eq!(words(&*two, &further), [!0; 16], "nobody has waited for the other device");
+        assert_eq!(words(&*two, &further), [!0; 16], "no queue has waited for the other device");
         second.follow(&*end).unwrap();
         let came = second.submit(&[copy(&far, &further)]).unwrap();
         second.wait(came, LONG).unwrap();
@@ -82,7 +82,7 @@ fn a_queue_copies_to_another_device_whose_queue_follows_it() {
         first.wait(pushed, LONG).unwrap();
         assert_eq!(crossed()[0], 64);
 
-        // the host sees what another device's queue writes, and what is dropped is not written to
+        // the host sees the writes of another device's queue, and a dropped buffer is not written to
         first.submit(&[fill(&source, 8), copy(&source, &far)]).unwrap();
         assert_eq!(words(&*two, &far), [8; 16]);
         first.submit(&[copy(&source, &far)]).unwrap();
@@ -150,7 +150,7 @@ struct Group {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum By {
     Host,
-    /// Devices, so many bytes at a time.
+    /// Devices, with the bytes in one piece.
     Peers(u64),
 }
 

@@ -1,4 +1,4 @@
-//! Memory of the host that is pinned for a device, and what is not.
+//! Copies of pinned and unpinned host memory.
 
 use super::{Driver, in_children, with_fake_driver};
 use mixfleet_cuda::CudaBackend;
@@ -94,8 +94,8 @@ fn memory_may_be_pinned_for_several_devices_and_several_times() {
     });
 }
 
-/// The first half of a region is pinned: what lies across its end goes through the halves, and so does what
-/// is beside it.
+/// The first half of a region is pinned: a copy across its end goes through the bounce buffers, and so does
+/// one beside it.
 #[test]
 fn copies_across_the_end_of_pinned_memory_are_right() {
     struct Part(Arc<HostRegion>, u64);
@@ -134,7 +134,7 @@ fn copies_across_the_end_of_pinned_memory_are_right() {
     });
 }
 
-/// Unpinned by one thread while others copy: the fake fails if a copy is under way.
+/// Unpinned by one thread while others copy: the fake fails if a copy is in flight.
 #[test]
 fn memory_may_be_pinned_and_unpinned_under_copies() {
     with_fake_driver("pinned::memory_may_be_pinned_and_unpinned_under_copies", |device| {

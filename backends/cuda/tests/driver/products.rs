@@ -42,7 +42,7 @@ fn large_products_avoid_the_slow_kernel() {
                 let before = products();
                 let report = attempt(&*device, &SuiteEntry { name: "gemm", case: Some(case) }, LONG);
                 assert_eq!(report.outcome, CheckOutcome::Pass, "{sig:?}");
-                // the sum of an f8 bias and what is there need not be a bf16
+                // the sum of an f8 bias and the previous content need not be a bf16
                 let by_blas = by_blas && (out == F32 || !accumulate);
                 assert_eq!(products() > before, by_blas, "{sig:?}");
             }

@@ -94,7 +94,7 @@ impl Programs {
         if !self.loaded.contains_key(&key) {
             let source = format!("{}\nEMULATE({kernel})\n", program.source(SHIM));
             let path = compile(&self.directory, &source)?;
-            // SAFETY: the library is what was just compiled; it has no initialisers.
+            // SAFETY: the library was just compiled; it has no initialisers.
             let library =
                 unsafe { Library::new(&path) }.map_err(|e| Error::new(ErrorKind::Other, e.to_string()))?;
             self.loaded.insert(key, library);
@@ -271,7 +271,7 @@ impl Device for EmulatedDevice {
 
     fn write(&self, to: &Slice, data: &[u8]) -> Result<()> {
         let place = Memory::place(to)?;
-        // SAFETY: the slice lies inside its buffer, which is alive and not read by anyone now.
+        // SAFETY: the slice lies inside its buffer, which is alive and not being read.
         unsafe {
             std::ptr::copy_nonoverlapping(data.as_ptr(), place.address as *mut u8, place.bytes as usize)
         };

@@ -54,7 +54,7 @@ fn two_sockets() -> Machine {
     machine
 }
 
-/// Whatever a recording holds, choices name what it has.
+/// For any recording, choices name devices that it has.
 pub(crate) fn is_within_the_machine(topology: &Topology) -> Result<(), TestCaseError> {
     let served = |at: &PciDevice| ServedDevice { id: at.address.to_string(), address: Some(at.address) };
     let devices: Vec<_> = topology.pci.iter().map(served).collect();
@@ -124,7 +124,7 @@ fn a_device_without_a_place_follows_the_others() {
     let mixed = topology.rdma_near(&[unplaced("cpu"), gpu("cuda:1", "0000:81:00.0")]);
     assert_eq!(mixed.names(), ["mlx5_1"]);
     assert_eq!(mixed.to_string(), "cpu: no PCI address; cuda:1: mlx5_1 (NUMA node 1)");
-    // Nobody has a place: no NIC is named, so that all remain.
+    // No device has a place: no NIC is named, so that all remain.
     assert_eq!(topology.rdma_near(&[unplaced("cpu")]).names(), [""; 0]);
     assert_eq!(topology.rdma_near(&[]).names(), [""; 0]);
     let elsewhere = topology.rdma_near(&[gpu("cuda:0", "0000:ee:00.0")]);

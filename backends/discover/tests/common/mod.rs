@@ -1,4 +1,4 @@
-//! Writes sysfs trees of machines that nobody has at hand.
+//! Writes sysfs trees of machines that are not available for tests.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -79,7 +79,7 @@ impl Machine {
         self
     }
 
-    /// Writes the tree into a directory of its own.
+    /// Writes the tree into a new directory.
     pub(crate) fn write(&self) -> Scratch {
         let scratch = Scratch::new();
         let place = |path: &str| {

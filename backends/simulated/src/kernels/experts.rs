@@ -1,5 +1,4 @@
-//! Mixtures of experts: which experts a token goes through follows from its digest, and what they make of it
-//! from theirs.
+//! Mixtures of experts: a token's digest determines its experts, and the experts' output.
 
 use super::Tag;
 use super::rows::{digests, head, put};

@@ -1,7 +1,7 @@
 //! Paged KV: rows of `[slots, kv_heads, head_dim]` with every element filled.
 //!
-//! The elements are integers from 0 to 15, which all dtypes represent exactly (those of eight bits with a
-//! scale), so that conversion on the way to another device preserves them.
+//! The elements are integers from 0 to 15, which all dtypes represent exactly (eight-bit codes with a scale),
+//! so that conversion for another device preserves them.
 
 use super::{Tag, rows};
 use crate::digest::{self, decoded, mix};

@@ -59,7 +59,7 @@ pub(super) fn sample(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
     let drawn: Vec<u8> = ids
         .into_iter()
         .zip(parameters.chunks(PARAMETER_WORDS as usize))
-        // the last word says whether log-probabilities are wanted
+        // the last parameter says whether log-probabilities are requested
         .flat_map(|(id, row)| [id, 0, 0, high * (row[row.len() - 1] & 1)])
         .flat_map(u32::to_le_bytes)
         .collect();

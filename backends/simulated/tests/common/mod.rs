@@ -92,7 +92,7 @@ impl Rig {
         bytes
     }
 
-    /// One forward pass; the logits of each sampled part. What is drawn must agree with them.
+    /// One forward pass; returns the logits of each sampled part. The drawn tokens must agree with them.
     pub(crate) fn step(&mut self, parts: &[StepInput<'_>]) -> Vec<Vec<f32>> {
         let pass = self.forward.begin(&*self.device, parts).unwrap();
         let list = self.forward.whole(&pass).unwrap();
@@ -182,7 +182,7 @@ impl Rig {
         self.forward.config().kv_shape(self.form.block_tokens, self.form.kv)
     }
 
-    /// The pools of a layer, of which latents have one.
+    /// The pools of a layer; latents have one.
     fn pools(&self, layer: usize) -> Vec<Slice> {
         let (k, v) = self.forward.kv_pools()[layer].clone();
         [k, v].into_iter().take(self.kv_shape().pools() as usize).collect()

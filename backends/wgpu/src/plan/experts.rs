@@ -40,7 +40,7 @@ impl Planner {
         let [open, best] = [routing.groups_active, routing.group_best];
         let normalise = u32::from(routing.normalise);
         let shape = [tokens, bias.into(), by_sigmoid, open, best, normalise, routing.scale.0.to_bits()];
-        // what is absent must be bound anyway
+        // absent operands must be bound anyway
         let correction = if bias { &operands[1] } else { logits };
         self.dispatch(&kernel("route"), &[logits, correction], &[chosen, weights], &shape, tokens.into());
         self.dispatch(&kernel("route_order"), &[chosen], &[order, starts], &shape, 1);
@@ -57,7 +57,7 @@ impl Planner {
         let (n64, choices) = (u64::from(n), u64::from(grouped.choices));
         let wide = out.dtype != DType::F32 && n % 2 == 1;
         if wide && grouped.others > 0 {
-            // whole rows are narrowed, also those that should stay as they are
+            // whole rows are narrowed, also rows that should stay unchanged
             let message = format!("wgpu: grouped_gemm: {n} columns of {} for a share of experts", out.dtype);
             return Err(Error::unsupported(message));
         }

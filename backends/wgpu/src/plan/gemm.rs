@@ -5,13 +5,14 @@ use crate::kernels::{Kernel, ShaderFile, TILE, TILE_GROUP};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, OpSig, Result};
 
-/// Rows up to which a group has all of them, and so reads its columns of the weights once.
+/// Maximum number of rows that one group handles all together, so that it reads its columns of the weights
+/// once.
 const FEW_ROWS_MAX: u64 = 16;
 /// Columns per workgroup in `few_rows`, and its threads.
 const COLS: u32 = 4;
 const FEW_GROUP: u32 = 64;
-/// A product of `rows` rows of `x` with `cols` rows of the weights, of which `weight` holds no others: the
-/// columns of `out` [rows, n] from `col` on. `bias` is that of all columns.
+/// A product of `rows` rows of `x` with `cols` rows of the weights, all that `weight` holds: the columns of
+/// `out` [rows, n] from `col` on. `bias` covers all columns.
 pub(super) struct ColumnProduct<'a> {
     pub(super) x: &'a TensorView,
     pub(super) weight: &'a TensorView,
@@ -59,7 +60,7 @@ impl Planner {
     /// Plans the product.
     pub(super) fn columns(&mut self, product: &ColumnProduct<'_>) {
         let ColumnProduct { x, weight, bias, out, rows, col, cols, n, k, accumulate } = *product;
-        // a kernel without a bias never reads what is bound in its place
+        // a kernel without a bias never reads the operand bound in its place
         let bias_part = bias.map_or_else(|| x.clone(), |bias| bias.part(col, cols));
         let (kernel, groups) = self.product(x, weight, out, rows, cols, k);
         let flags = [u32::from(bias.is_some()), u32::from(accumulate)];

@@ -39,7 +39,8 @@ impl Arrays {
         Ok(Arrays { codes, high, has_high, others })
     }
 
-    /// The arrays, of which codes begin with a row and are of so many; what is absent repeats these.
+    /// The arrays of the weight; codes begin with a given row and cover this many; the array itself is
+    /// repeated for absent ones.
     fn rows(&self, quantised: &Quantised, columns: u32, first: u64, count: u64) -> [TensorView; 5] {
         let part = |operand: &TensorView, bits: u32| {
             let row = u64::from(columns) * u64::from(bits) / 32;

@@ -26,7 +26,7 @@ impl Planner {
             };
             let (logits, parameters) = (part(logits, cols), part(parameters, PARAMETER_WORDS));
             let out = part(&results[0], DRAWN_WORDS);
-            // what is absent must be bound anyway
+            // absent operands must be bound anyway
             let top = results.get(1).map_or_else(|| out.clone(), |top| part(top, 2 * tops));
             let starts =
                 entries.map_or_else(|| parameters.clone(), |(starts, _)| starts.part(first, count + 1));

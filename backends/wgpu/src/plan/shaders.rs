@@ -23,8 +23,8 @@ const MANY_ROWS_OF_EXPERTS: OpSig = OpSig::GroupedGemm {
     bias: false,
 };
 
-/// The kernels of all commands of the suite, each with its binding numbers, whole and cut, without matrices
-/// and by those of both sizes, by what they say of themselves.
+/// The kernels of all commands of the suite, each with its binding numbers: whole and cut, without matrices
+/// and with those of both sizes.
 fn kernels() -> BTreeMap<String, (Kernel, Vec<u32>)> {
     let mut kernels = BTreeMap::new();
     let whole = 1 << 27;
@@ -174,7 +174,7 @@ fn every_kernel_can_be_written_for_metal_and_for_dx12() {
     let by_matrices = kernels.values().filter(|(kernel, _)| kernel.matrices.is_some());
     let by_matrices: HashSet<_> =
         by_matrices.map(|(kernel, _)| (kernel.file, kernel.matrices.map(|unit| unit.edge))).collect();
-    assert_eq!(by_matrices.len(), 4, "products and those of experts, of both sizes: {by_matrices:?}");
+    assert_eq!(by_matrices.len(), 4, "plain and expert products, of both sizes: {by_matrices:?}");
     assert!(!hlsl::supported_capabilities().contains(Capabilities::COOPERATIVE_MATRIX));
     let (mut refused, mut texts) = (Vec::new(), 0);
     for (name, (kernel, numbers)) in &kernels {

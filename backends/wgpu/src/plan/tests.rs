@@ -14,7 +14,7 @@ pub(super) const LIMITS: mixfleet_hal::DeviceLimits = mixfleet_hal::DeviceLimits
     copies_beside: false,
 };
 
-/// Returns what is wrong with a unit of work; `sizes` are those of the scratch memories.
+/// Returns the violations of a unit of work; `sizes` are those of the scratch memories.
 fn fault(work: &WgpuStep, demands: Demands, planner: &Planner) -> Option<String> {
     let ends_inside = |window: &MemoryWindow| {
         let size = match &window.place {

@@ -96,7 +96,7 @@ pub(super) fn send_answer(socket: &UnixStream, answer: GrantStatus, files: &[Raw
     if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Receives a reply and the files that came with it.
+/// Receives a reply and its files.
 pub(super) fn receive_answer(socket: &UnixStream) -> io::Result<(GrantStatus, Vec<File>)> {
     let mut byte = 0u8;
     let mut part = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
@@ -107,8 +107,8 @@ pub(super) fn receive_answer(socket: &UnixStream) -> io::Result<(GrantStatus, Ve
     message.msg_control = (&raw mut ancillary).cast();
     message.msg_controllen = size_of::<Ancillary>() as _;
     let mut files = Vec::new();
-    // SAFETY: the message's parts are places of ours of the lengths that are said. The kernel has put whole
-    // headers there, and every descriptor in them is fresh and nobody else's.
+    // SAFETY: the message's parts are buffers of ours with these lengths. The kernel has put whole headers
+    // there, and every descriptor in them is new and has no other owner.
     let received = unsafe {
         let received = libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC);
         let mut header =
@@ -136,7 +136,7 @@ pub(super) fn receive_answer(socket: &UnixStream) -> io::Result<(GrantStatus, Ve
 
 /// Whether `file` has `bytes` bytes and is sealed against truncation.
 pub(super) fn is_sealed(file: RawFd, bytes: u64) -> io::Result<bool> {
-    // SAFETY: plain calls on an open descriptor; the place has the type that is asked for.
+    // SAFETY: plain calls on an open descriptor; the place has the option's type.
     unsafe {
         let mut about: libc::stat = std::mem::zeroed();
         let seals = libc::fcntl(file, libc::F_GET_SEALS);
@@ -193,7 +193,7 @@ mod tests {
     #[test]
     fn the_other_end_is_of_this_user() {
         let (here, _there) = UnixStream::pair().unwrap();
-        // SAFETY: asks for a number.
+        // SAFETY: only returns a number.
         assert_eq!(user_of(&here).unwrap(), unsafe { libc::geteuid() });
     }
 }

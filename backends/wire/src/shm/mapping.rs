@@ -69,14 +69,14 @@ impl ShmMapping {
         closed("the region is no longer registered".into())
     }
 
-    /// Copies one piece, which lies in both memories.
+    /// Copies one piece, which is inside both memories.
     fn copy(&self, piece: Piece, direction: Direction) -> Result<()> {
         let Piece { local, remote, bytes } = piece;
         let mut granted = false;
         match (direction, &self.pages) {
             (Direction::Write, PeerPages::Write(map)) => self.local.view(local, bytes, &mut |from| {
-                // SAFETY: the piece lies in the mapping. The owner does not use these bytes meanwhile, or
-                // checks them; a copy that another process sees half done is bytes like any other.
+                // SAFETY: the piece is inside the mapping. The owner does not use these bytes during the
+                // copy, or verifies them; a copy that another process sees half done is bytes like any other.
                 granted = self.control.copy(|| unsafe {
                     let to = map.as_mut_ptr().add(to_usize(remote));
                     std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len());
@@ -118,7 +118,7 @@ impl Carrier for ShmMapping {
         self.reach
     }
 
-    /// The pages outlive the owner's process, but nobody reads them then.
+    /// The pages outlive the owner's process, but are not read then.
     fn check_peer(&mut self) -> Result<()> {
         if self.control.is_over() {
             return Err(self.over());

@@ -32,9 +32,9 @@ const NAME: &str = "shm";
 /// Connects processes on one host through shared pages. A batch is copied on the caller's thread and is
 /// complete when `write` or `read` returns.
 ///
-/// [`deregister`](Transport::deregister) returns at once unless a peer is in the middle of a copy. A peer
-/// that stays stopped there for 100 ms loses the pages: the memory gets fresh ones ([`SharedMemory::renew`]),
-/// and the peer's later writes land in the old pages, which nobody reads. If the memory cannot be renewed,
+/// [`deregister`](Transport::deregister) returns immediately unless a peer is in the middle of a copy. A peer
+/// that stays stopped there for 100 ms loses the pages: the memory gets new ones ([`SharedMemory::renew`]),
+/// and the peer's later writes land in the old pages, which are never read. If the memory cannot be renewed,
 /// `deregister` returns `Timeout` and may be called again; the memory must not be reused until it succeeds.
 pub struct Shm {
     server: ShmServer,

@@ -22,12 +22,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Bytes after which the receiver is told, so that it copies them on while more are written.
+/// Bytes after which the receiver is notified, so that it copies them out while more are written.
 const TOLD_BYTES: usize = 32 << 10;
 
 /// What the pages begin with; changes with their meaning.
 const MAGIC: u64 = u64::from_le_bytes(*b"mfpipe\0\x01");
-/// The words of both directions, each on a cache line of its own, come before the rings.
+/// The counters of both directions, each on its own cache line, come before the rings.
 const WORDS_BYTES: usize = 4096;
 const LINE_BYTES: usize = 64;
 const PAGES_BYTES: usize = WORDS_BYTES + 2 * RING_BYTES;
@@ -44,7 +44,7 @@ pub(crate) struct SharedPipe {
     is_closed: AtomicBool,
 }
 
-/// A ring as it lies in the pages.
+/// A ring in the shared pages.
 struct RingPages<'a> {
     map: &'a memmap2::MmapRaw,
     which: usize,
@@ -57,7 +57,7 @@ impl RingPages<'_> {
     }
 
     fn written(&self) -> &AtomicU64 {
-        // SAFETY: the word lies in the pages, aligned, and both processes only reach it as an atomic.
+        // SAFETY: the counter is inside the pages, aligned, and both processes access it only as an atomic.
         unsafe { AtomicU64::from_ptr(self.line(0).cast()) }
     }
 
@@ -92,7 +92,7 @@ fn other_user() -> io::Error {
 
 /// Whether the peer is a process of this process's user.
 fn is_own_user(socket: &UnixStream) -> io::Result<bool> {
-    // SAFETY: asks for a number.
+    // SAFETY: only returns a number.
     Ok(user_of(socket)? == unsafe { libc::geteuid() })
 }
 
@@ -109,7 +109,7 @@ impl SharedPipe {
         }
         let file = nameless_file(PAGES_BYTES as u64)?.ok_or(IoKind::Unsupported)?;
         let map = map(&file)?;
-        // SAFETY: the first word of the pages, which nobody else has yet.
+        // SAFETY: the first counter of the pages, which are not shared yet.
         unsafe { map.as_mut_ptr().cast::<u64>().write(MAGIC) };
         send_answer(&socket, GrantStatus::ReadWrite, &[file.as_raw_fd()])?;
         SharedPipe::new(map, socket, 0)
@@ -131,7 +131,7 @@ impl SharedPipe {
             return Err(unfit("the pages that came are too few, or could become so"));
         }
         let map = map(&file)?;
-        // SAFETY: the first word of the pages.
+        // SAFETY: the first counter of the pages.
         if unsafe { map.as_ptr().cast::<u64>().read_volatile() } != MAGIC {
             return Err(unfit(
                 "the pages that came have another layout: both processes must be of one release",
@@ -154,10 +154,10 @@ impl SharedPipe {
         RingPages { map: &self.map, which: 1 - self.own }
     }
 
-    /// Tells the receiver how much is written, and wakes it if it sleeps.
+    /// Publishes the number of written bytes to the receiver, and wakes it if it sleeps.
     fn tell(&self, ring: &RingPages<'_>, written: u64) -> io::Result<()> {
         ring.written().store(written, Ordering::Release);
-        // either the receiver sees what is written before it sleeps, or its intent to sleep is seen here
+        // either the receiver sees the written count before it sleeps, or its intent to sleep is seen here
         fence(Ordering::SeqCst);
         if ring.sleeps().load(Ordering::Relaxed) == 0 || ring.sleeps().swap(0, Ordering::Relaxed) == 0 {
             return Ok(());
@@ -220,8 +220,8 @@ impl Pipe for SharedPipe {
                     break 'parts;
                 }
                 ring.parts(*written, now.len(), |to, from, bytes| {
-                    // SAFETY: `bytes` bytes from `from` on are within `now`, and those in the ring are not
-                    // read before they are told of. A peer that does so all the same sees bytes.
+                    // SAFETY: `bytes` bytes from `from` on are within `now`; those in the ring are not read
+                    // before they are published. A peer that does so all the same sees bytes.
                     unsafe { std::ptr::copy_nonoverlapping(now.as_ptr().add(from), to, bytes) }
                 });
                 *written = written.wrapping_add(to_u64(now.len()));
@@ -252,8 +252,8 @@ impl Pipe for SharedPipe {
         }
         let bytes = here.min(place.len());
         ring.parts(*read, bytes, |from, to, bytes| {
-            // SAFETY: `bytes` bytes from `to` on are within `place`. A peer that goes on writing there only
-            // changes plain bytes, which nobody has looked at yet.
+            // SAFETY: `bytes` bytes from `to` on are within `place`. A peer that still writes there only
+            // changes plain bytes, which have not been used yet.
             unsafe { std::ptr::copy_nonoverlapping(from, place.as_mut_ptr().add(to), bytes) }
         });
         *read = read.wrapping_add(to_u64(bytes));
@@ -350,7 +350,7 @@ mod tests {
                 Err(error) if error.kind() == IoKind::WouldBlock => {
                     let begun = Instant::now();
                     Pipe::sleep(pipe, Some(LONG)).unwrap();
-                    assert!(begun.elapsed() < LONG, "nobody woke it");
+                    assert!(begun.elapsed() < LONG, "it was not woken");
                 }
                 other => return other.unwrap(),
             }
@@ -384,7 +384,7 @@ mod tests {
                 assert_eq!(kind(b.send(&[b"x"])), IoKind::InvalidData, "{read}");
                 assert_eq!(kind(ring::wait_for_room(&b, LONG)), IoKind::InvalidData, "{read}");
             } else {
-                // eight bytes too few are read, which is as if they were on their way
+                // eight bytes too few are read, as if they were in flight
                 assert_eq!(b.send(&[b"x"]).unwrap(), 1);
             }
         }

@@ -216,7 +216,7 @@ impl ServerThread {
                 // out of descriptors: pending peers can be accepted once some have closed
                 Err(_) => return std::thread::sleep(ACCEPT_PAUSE),
             };
-            // SAFETY: asks for a number.
+            // SAFETY: only returns a number.
             let user = unsafe { libc::geteuid() };
             let ours = user_of(&socket).is_ok_and(|peer| peer == user);
             if !ours || self.pending.len() >= PENDING_MAX || peers >= PEERS_MAX {

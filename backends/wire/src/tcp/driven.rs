@@ -190,7 +190,7 @@ mod tests {
         let begun = Instant::now();
         let mut half = vec![0; BYTES as usize / 2];
         while half.iter().any(|&byte| byte != 2) {
-            assert!(begun.elapsed() < LONG, "what was begun does not go on by itself");
+            assert!(begun.elapsed() < LONG, "a transfer that has begun does not proceed by itself");
             std::thread::yield_now();
             here.load(0, &mut half).unwrap();
         }

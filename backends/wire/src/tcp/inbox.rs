@@ -78,7 +78,7 @@ impl ReceiveBuffer {
         Ok(&self.buffer[at..at + bytes])
     }
 
-    /// Receives `parts` until none is left, keeping what follows them.
+    /// Receives `parts` until none is left, keeping the bytes after them.
     ///
     /// # Errors
     /// As for [`take`](Self::take).
@@ -87,7 +87,7 @@ impl ReceiveBuffer {
             && let Some((address, bytes)) = parts.first()
         {
             let bytes = bytes.min(self.to - self.from);
-            // SAFETY: the part is valid as whoever made it said, and is not in the buffer.
+            // SAFETY: the part is valid as its creator guarantees, and is not in the buffer.
             unsafe { std::ptr::copy_nonoverlapping(self.buffer[self.from..].as_ptr(), address, bytes) };
             self.from += bytes;
             parts.advance(bytes);

@@ -109,7 +109,7 @@ impl Tcp {
         }
         if config.listen.ip().is_unspecified() && config.advertise.is_empty() {
             return Err(Error::invalid(format!(
-                "peers cannot reach this process as {}: say which addresses they shall use",
+                "peers cannot reach this process as {}: name the addresses that they should use",
                 config.listen
             )));
         }

@@ -3,14 +3,14 @@
 use mixfleet_hal::cast::to_usize;
 use std::collections::VecDeque;
 
-/// What remains to be sent or received. Whoever creates one keeps the memory alive while it is in use.
+/// Parts that remain to be sent or received. The creator keeps their memory alive while they are in use.
 #[derive(Default)]
 pub(super) struct IovecQueue {
     list: VecDeque<libc::iovec>,
     bytes: u64,
 }
 
-// SAFETY: addresses are plain numbers; who uses them holds the memory, whatever the thread.
+// SAFETY: addresses are plain numbers; their user holds the memory, on any thread.
 unsafe impl Send for IovecQueue {}
 
 impl IovecQueue {

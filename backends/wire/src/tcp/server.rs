@@ -186,8 +186,8 @@ impl Drop for TcpServer {
 }
 
 impl TcpServerState {
-    /// Attaches a stream to the region it asks for. Nothing that it sends before its key has been verified is
-    /// used for anything else.
+    /// Attaches a stream to the region that it requests. Bytes sent before its key has been verified are used
+    /// for nothing else.
     fn receive(&self, socket: TcpStream, pending_stream: PendingStream) -> io::Result<()> {
         let deadline = Instant::now() + HELLO_TIMEOUT;
         let mut link = self.security.welcome(socket, self.silence, deadline)?;

@@ -63,8 +63,8 @@ pub(super) struct FrameStream {
     watched: bool,
 }
 
-/// Maximum read data that may be in flight before anyone waits for it. The initial receive buffer holds it
-/// (128 KiB on Linux, half of which is overhead), so the owner is not stalled.
+/// Maximum read data in flight without a waiting reader. The initial receive buffer holds it (128 KiB on
+/// Linux, half of which is overhead), so the owner is not stalled.
 const COMING_BYTES_MAX: u64 = 64 * 1024;
 
 /// Offset of the frame number in a header.
@@ -179,7 +179,7 @@ impl FrameStream {
         self.going = Some(Going { _words: frame.words, parts });
     }
 
-    /// Receives what has arrived, and calls `landed` with the batch of each frame that is complete.
+    /// Receives the bytes that have arrived, and calls `landed` with the batch of each complete frame.
     pub(super) fn receive(&mut self, landed: &mut dyn FnMut(u64)) -> io::Result<()> {
         match self.receive_all(landed) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
@@ -213,13 +213,13 @@ impl FrameStream {
         }
     }
 
-    /// Asserts that what is under way fits into the window, unless it is one long frame, and that all of it
-    /// is answered in the end.
+    /// Asserts that the bytes in flight fit into the window, unless they are one long frame, and that all of
+    /// them are answered in the end.
     fn assert_window(&self) {
         let Self { bytes, coming, window_bytes, awaited, .. } = self;
         debug_assert!(
             bytes <= window_bytes || awaited.len() == 1,
-            "{bytes} bytes under way in a window of {window_bytes}"
+            "{bytes} bytes in flight in a window of {window_bytes}"
         );
         debug_assert!(!awaited.is_empty() || (*bytes, *coming) == (0, 0), "{bytes} bytes have no answer");
     }

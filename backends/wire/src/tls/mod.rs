@@ -161,7 +161,7 @@ impl TlsIdentity {
     /// Creates an identity from fixed certificates.
     ///
     /// # Errors
-    /// `Invalid` with what is wrong with them.
+    /// `Invalid` with the fault of the files.
     pub fn new(pem: &TlsPem<'_>) -> Result<Self> {
         let current = Current::new(Configs::new(pem)?, Vec::new());
         Ok(TlsIdentity { files: None, fleet: pem.fleet.into(), current: Mutex::new(current) })
@@ -170,9 +170,9 @@ impl TlsIdentity {
     /// Creates an identity from files; later connections use newer contents if they are valid.
     ///
     /// # Errors
-    /// `Invalid` with what is wrong with them now.
+    /// `Invalid` with the fault of the present files.
     pub fn of_files(files: TlsFiles, on_renewal: Box<OnRenewal>) -> Result<Self> {
-        // stamps first, so that anything written meanwhile is read again
+        // stamps are taken first, so that a change during the read leads to another read
         let stamps = files.stamps();
         let current = Mutex::new(Current::new(files.read()?, stamps));
         Ok(TlsIdentity { fleet: files.fleet.clone(), files: Some((files, on_renewal)), current })
@@ -182,7 +182,7 @@ impl TlsIdentity {
         self.current().configs.clone()
     }
 
-    /// Returns what was loaded since the given generation.
+    /// Returns the certificates loaded since the given generation.
     fn newer(&self, than: Option<u64>) -> Option<(u64, Configs)> {
         let current = self.current();
         (Some(current.generation) != than).then(|| (current.generation, current.configs.clone()))

@@ -94,8 +94,8 @@ impl TlsSession {
         self.flush(socket)?;
         let mut taken = 0;
         for part in parts {
-            // SAFETY: the part is valid as whoever made it said, and its owner does not write it meanwhile;
-            // if it does, other plain bytes are encrypted.
+            // SAFETY: the part is valid as its creator guarantees, and its owner does not write it during the
+            // call; if it does, other plain bytes are encrypted.
             let bytes = unsafe { std::slice::from_raw_parts(part.iov_base.cast::<u8>(), part.iov_len) };
             let written = self.connection.writer().write(bytes)?;
             taken += written;
@@ -149,7 +149,7 @@ impl TlsSession {
                     Err(error) => return Err(error),
                 };
                 let bytes = chunk.len().min(part.iov_len - filled);
-                // SAFETY: the part is valid as whoever made it said, and not in the session's own buffer.
+                // SAFETY: the part is valid as its creator guarantees, and not in the session's own buffer.
                 unsafe {
                     let place = part.iov_base.cast::<u8>().add(filled);
                     std::ptr::copy_nonoverlapping(chunk.as_ptr(), place, bytes);

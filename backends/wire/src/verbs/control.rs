@@ -77,7 +77,7 @@ pub(crate) fn ask(
     }
 }
 
-/// Appends what has arrived on a non-blocking stream.
+/// Appends the bytes that have arrived on a non-blocking stream.
 ///
 /// # Errors
 /// If the stream has ended or failed, or the line is too long.
@@ -257,7 +257,7 @@ mod tests {
         Security::Tls(Arc::new(TlsIdentity::new(&pem).unwrap()))
     }
 
-    /// Returns the reply of an owner without regions to `asks`, which has its own security.
+    /// Returns the reply of an owner without regions to `asks`, a caller with its own security.
     fn answer(owner: &Security, asks: &Security) -> Error {
         let loopback = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let listener =

@@ -15,7 +15,7 @@ use std::io::Read;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Number of work requests in a chain, each of which reports one completion.
+/// Number of work requests in a chain, which reports one completion.
 const CHAIN: usize = 32;
 
 /// The active end of an open RDMA connection.
@@ -33,7 +33,7 @@ pub struct RdmaCarrier {
     spin: Duration,
     /// Index of the queue pair that takes the next slice.
     turn: usize,
-    /// What the peer is told once the batch that begins next has landed.
+    /// Notice to the peer once the next batch has landed.
     notice: Option<u32>,
 }
 

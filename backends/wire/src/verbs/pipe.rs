@@ -29,23 +29,23 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Bytes after which the receiver is told, so that it copies them on while more are written.
+/// Bytes after which the receiver is notified, so that it copies them out while more are written.
 const TOLD_BYTES: usize = 64 << 10;
-/// Writes that the peer has not given back yet: it posts 64 receives, and what it is told of bytes that were
-/// read needs some of them.
+/// Writes that the peer has not given back yet: it posts 64 receives, and notices of read bytes need some of
+/// them.
 const WRITES_MAX: u32 = 32;
 /// Bytes, and writes, after which they are given back.
 const GIVEN_BYTES: u64 = RING_BYTES as u64 / 4;
 const GIVEN_WRITES: u32 = WRITES_MAX / 4;
-/// Marks what is given back: below it the number of writes, and in the lower 20 bits that of bytes.
+/// Marks a give-back: below it the number of writes, and in the lower 20 bits that of bytes.
 const GIVEN: u32 = 1 << 31;
 const GIVEN_SHIFT: u32 = 20;
-/// Longest line of those by which the ends meet.
+/// Maximum length of a line of the rendezvous.
 const LINE_BYTES: usize = 256 << 10;
-/// How long what is on its way is waited for before the peer is told that no more comes.
+/// Drain timeout before reporting the end of the stream to the peer.
 const LAST: Duration = Duration::from_secs(1);
 
-/// A line of those by which the ends meet.
+/// A line of the rendezvous.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum RdmaLine {
@@ -59,7 +59,7 @@ enum RdmaLine {
 
 /// One end of such a connection.
 pub(crate) struct VerbsPipe {
-    // dropped in this order: nobody writes before the memory is released
+    // dropped in this order: writes end before the memory is released
     sending: Mutex<PipeSender>,
     _accepted: Accepted,
     reading: Mutex<PipeReader>,
@@ -88,7 +88,7 @@ struct PipeSender {
 }
 
 struct PipeReader {
-    /// Bytes so far, and those of them that were not given back.
+    /// Bytes so far, and how many of them were not given back.
     read: u64,
     owed: u64,
 }
@@ -225,7 +225,7 @@ impl VerbsPipe {
         })
     }
 
-    /// Takes what the peer has told.
+    /// Processes the peer's notices.
     fn take_notices(&self) -> io::Result<()> {
         while let Some(notice) = self.verbs.owner.notice(self.key, self.epoch).map_err(other)? {
             if notice & GIVEN == 0 {
@@ -265,7 +265,7 @@ impl VerbsPipe {
         }
     }
 
-    /// Gives back what was read, once that is much or many.
+    /// Gives back the bytes and writes that were read, once there are enough of either.
     fn give_back(&self, reading: &mut PipeReader) -> io::Result<()> {
         if reading.owed < GIVEN_BYTES && self.writes.load(Ordering::Acquire) < GIVEN_WRITES {
             return Ok(());
@@ -384,7 +384,7 @@ impl Pipe for VerbsPipe {
         loaded.map_err(other)?;
         reading.read = reading.read.wrapping_add(to_u64(bytes));
         reading.owed += to_u64(bytes);
-        // who has ended takes nothing back
+        // an end that has closed takes nothing back
         if let Err(error) = self.give_back(&mut reading)
             && !self.is_ended()?
         {
@@ -402,7 +402,7 @@ impl Pipe for VerbsPipe {
         let (channels, fds) = self.verbs.owner.arm(self.key, self.epoch).map_err(other)?;
         let mut entries: Vec<libc::pollfd> = fds.iter().map(poll::readable).collect();
         entries.push(poll::readable(&self.socket));
-        // what came before the queue was armed wakes nobody
+        // completions before the queue was armed raise no event
         if !self.has_bytes()? {
             poll::wait(&mut entries, timeout)?;
         }

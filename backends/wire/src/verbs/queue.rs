@@ -103,7 +103,7 @@ fn not_registered(nic: &VerbsNic, bytes: u64, error: io::Error) -> Error {
     let known = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &mut limit) } == 0;
     let limit = match limit.rlim_cur {
         libc::RLIM_INFINITY => {
-            "there is no limit on locked memory, so the machine has too little of it".into()
+            "locked memory is unlimited, so the machine has too little memory".into()
         }
         bytes if known => format!(
             "the limit on locked memory is {bytes} bytes; raise it (ulimit -l unlimited, LimitMEMLOCK=infinity, or the \
@@ -146,7 +146,7 @@ impl Channel {
         unsafe { (*self.raw).fd }
     }
 
-    /// Consumes pending events. A queue cannot be destroyed while an event of it is consumed but not
+    /// Consumes pending events. A queue cannot be destroyed while one of its events is consumed but not
     /// acknowledged.
     pub(crate) fn drain(&self) {
         loop {

@@ -10,7 +10,7 @@ use rcgen::{
 /// The serial number of every certificate that an [`Authority`] signs.
 pub(crate) const SERIAL: u64 = 77;
 
-/// An authority of its own.
+/// A certificate authority.
 pub(crate) struct Authority(CertifiedIssuer<'static, KeyPair>);
 
 impl Authority {

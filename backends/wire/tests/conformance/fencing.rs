@@ -74,7 +74,7 @@ pub(crate) fn writers_on_many_threads_stop_at_the_fence(make: &dyn Fn() -> Pair)
         }
         (0..WRITERS).for_each(|_| hears.recv_timeout(LONG).unwrap());
         pair.owner.deregister(&descriptor).unwrap();
-        // Whatever the next owner writes stays, however late the old writers are.
+        // The next owner's writes stay, however late the old writers are.
         there.store(0, &vec![99; all]).unwrap();
     });
     assert!(content(&there).iter().all(|&byte| byte == 99));
@@ -90,7 +90,7 @@ pub(crate) fn readers_see_nothing_new_after_the_fence(make: &dyn Fn() -> Pair) {
         let mut way = pair.way(&here, &descriptor);
         scope.spawn(move || {
             while let Ok(()) = read(&mut *way, &[piece(0, 0, BYTES)]) {
-                assert!(content(&here).iter().all(|&byte| byte == 1), "a read told somebody else's bytes");
+                assert!(content(&here).iter().all(|&byte| byte == 1), "a read returned another owner's bytes");
                 let _ = said.send(());
             }
         });

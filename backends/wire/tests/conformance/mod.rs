@@ -14,7 +14,7 @@ use mixfleet_wire::HostRegion;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Timeout for what must happen; a machine that needs longer is stuck.
+/// Timeout for events that must happen; a machine that needs longer is stuck.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 /// The two ends of a connection.

@@ -56,7 +56,7 @@ pub(crate) fn batches_move_while_the_user_does_something_else(make: &dyn Fn() ->
     let transfers: Vec<TransferId> = (0..PIECES).map(begin).collect();
     let begun = std::time::Instant::now();
     while content(&there) != bytes {
-        assert!(begun.elapsed() < LONG, "what was begun does not go on by itself");
+        assert!(begun.elapsed() < LONG, "a transfer that has begun does not proceed by itself");
         std::thread::yield_now();
     }
     for transfer in transfers {

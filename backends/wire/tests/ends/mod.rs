@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
-/// Receives so many bytes.
+/// Receives this many bytes.
 pub(crate) fn take(from: &Duplex, bytes: usize) -> Vec<u8> {
     let (mut all, mut part) = (Vec::new(), vec![0; 64 << 10]);
     while all.len() < bytes {

@@ -14,7 +14,7 @@ const BYTES: u64 = 8 << 20;
 /// What the other process is for, and where it finds this one.
 const ROLE: &str = "MIXFLEET_WIRE_TEST_ROLE";
 const DESCRIPTOR: &str = "MIXFLEET_WIRE_TEST_DESCRIPTOR";
-/// Starts a line that is meant for this process, among those of the test harness.
+/// Marks the start of a line for this process within the test harness's output.
 const MARK: &str = "::";
 
 fn transport(name: &str) -> Box<dyn Transport> {
@@ -50,7 +50,7 @@ impl Other {
         Other { child, lines }
     }
 
-    /// The next thing that it says.
+    /// Its next line.
     fn hear(&mut self) -> String {
         let said =
             self.lines.by_ref().map(Result::unwrap).find_map(|l| Some(l.strip_prefix(MARK)?.to_owned()));
@@ -133,7 +133,7 @@ fn a_killed_owner_is_closed(name: &str) {
     let (user, here) = (transport(name), region(&vec![0; BYTES as usize]));
     let mut way = user.connect(here.clone(), &descriptor).unwrap();
     write(&mut *way, &[piece(0, 0, BYTES)]).unwrap();
-    // more than sockets hold, so that it is under way when the owner ends
+    // more than socket buffers hold, so that it is in flight when the owner ends
     let pieces = [piece(0, 0, BYTES); 16];
     owner.stop();
     let begun = if name == "shm" { None } else { Some(way.write(&pieces).unwrap()) };
@@ -232,6 +232,6 @@ mod tcp {
 
     #[test]
     fn a_stopped_writer_is_fenced() {
-        assert!(!super::a_stopped_writer_is_fenced("tcp"), "nobody else has mapped its pages");
+        assert!(!super::a_stopped_writer_is_fenced("tcp"), "no other process has mapped its pages");
     }
 }

@@ -11,7 +11,7 @@ use std::ops::Range;
 pub(crate) struct AttnMergeRows {
     pub(crate) acc: OperandSpan,
     pub(crate) stat: OperandSpan,
-    /// The sinks of so many heads.
+    /// The sinks of `heads` heads.
     pub(crate) sinks: Option<(OperandSpan, usize)>,
     pub(crate) out: OperandSpan,
     pub(crate) parts: usize,

@@ -1,5 +1,5 @@
-//! How codes of quantised weights become numbers in registers: one code of each word at a time, two as
-//! integers of 16 bits, or four as bytes.
+//! Unpacks the codes of quantised weights in registers: one code of each 32-bit word at a time, two as 16-bit
+//! integers, or four as bytes.
 
 use crate::kernels::simd::Simd;
 
@@ -120,7 +120,7 @@ impl<S: Simd, const BITS: usize> CodeWords<S> for TwoPlanes<BITS> {
         // SAFETY: see above.
         unsafe {
             let low = S::masked(S::shifted(words, bits(4 * j)), 0x000F_000F);
-            // those of codes 4 to 7 in the upper half
+            // codes 4 to 7 in the upper half
             let upper = S::masked(S::shifted_left(high, bits(16 - 4 * BITS)), 0xFFFF_0000);
             let halves = S::or(upper, S::masked(high, 0xFFFF));
             let moved = match BITS * j {
@@ -136,7 +136,7 @@ impl<S: Simd, const BITS: usize> CodeWords<S> for TwoPlanes<BITS> {
         // SAFETY: see above.
         unsafe {
             let low = S::masked(S::shifted(words, bits(4 * j)), 0x0F0F_0F0F);
-            // those of two neighbouring codes in the low bits of every byte
+            // two neighbouring codes in the low bits of every byte
             let apart = |v, by, mask| S::masked(S::or(v, S::shifted_left(v, by)), mask);
             let spread = match BITS {
                 1 => apart(apart(S::masked(high, 0xFF), 12, 0x000F_000F), 6, 0x0303_0303),

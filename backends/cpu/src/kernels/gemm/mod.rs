@@ -30,7 +30,7 @@ pub(crate) struct GemmShape {
     pub(crate) accumulate: bool,
 }
 
-/// How packed `x` lies in memory.
+/// Memory layout of packed `x`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PackedForm {
     /// Tiles of words for the registers, of elements of this dtype.
@@ -92,7 +92,7 @@ pub(crate) struct Operands {
 }
 
 impl Operands {
-    /// From the operands of a product with quantised weights, of which `rest` follow the weights.
+    /// From the operands of a product with quantised weights; `rest` follows the weights.
     pub(crate) fn quantised(shape: &GemmShape, x: OperandSpan, rest: &[OperandSpan]) -> Self {
         let bias = shape.bias.then(|| rest[0]);
         Operands { x, weight: OperandSpan::EMPTY, bias, out: rest[usize::from(shape.bias)] }

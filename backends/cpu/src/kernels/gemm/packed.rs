@@ -51,7 +51,7 @@ pub(super) struct PackSource {
     pub(super) elements: usize,
     /// Dtype of the words.
     pub(super) word: DType,
-    /// Where the rows are quantised weights, and the first of them.
+    /// The quantised weights that hold the rows, and the first row.
     pub(super) quantised: Option<(QuantisedRows, usize)>,
 }
 

@@ -86,7 +86,7 @@ impl QuantisedFewRows {
     }
 }
 
-/// Rows of `x` with those of zeros that fill the last ones up.
+/// Rows of `x`, padded with zero rows to a multiple.
 fn padded_rows(m: usize) -> usize {
     if m == 1 { 1 } else { round_up(m, X_ROWS) }
 }
@@ -97,11 +97,11 @@ impl SimdTask for QuantisedFewRows {
     unsafe fn run<S: Simd>(self) {
         let kind = self.weights.kind;
         let Some(group_log2) = group_words_log2(&kind, self.weights.columns) else {
-            // SAFETY: who made the task answers for its operands.
+            // SAFETY: the creator of the task guarantees valid operands.
             return unsafe { row_by_row::<S>(&self) };
         };
         let centred = kind.zero == ZeroKind::Middle;
-        // SAFETY: who made the task answers for its operands.
+        // SAFETY: the creator of the task guarantees valid operands.
         unsafe {
             match (kind.code, centred) {
                 (CodeKind::U4, true) => stream::<S, Nibbles<8>>(&self, group_log2),
@@ -234,7 +234,7 @@ unsafe fn stream<S: Simd, C: CodeWords<S>>(task: &QuantisedFewRows, group_log2: 
     }
 }
 
-/// [`STREAMS`] weight rows, `step` apart; the last one stands for those that are not there.
+/// [`STREAMS`] weight rows, `step` apart; the last one replaces those past the end.
 #[derive(Clone, Copy)]
 struct WeightStreams {
     first: usize,
@@ -250,9 +250,9 @@ impl WeightStreams {
     }
 }
 
-/// The products of the weight rows and the only row of `x`, in as many streams, each of which reads its part
-/// of the rows one behind the other as they lie in memory: on a Xeon with AMX they come 1.1 times as fast as
-/// in one stream, and 1.2 times as fast as with neighbours side by side.
+/// The products of the weight rows and the only row of `x`, in several streams, each of which reads its part
+/// of the rows sequentially: on a Xeon with AMX 1.1 times as fast as one stream, and 1.2 times as fast as
+/// interleaved neighbouring rows.
 #[inline(always)]
 unsafe fn single<S: Simd, C: CodeWords<S>, const AT_ONCE: usize>(
     task: &QuantisedFewRows,
@@ -346,8 +346,8 @@ fn integer_of(value: f32) -> i16 {
     value.round_ties_even() as i16
 }
 
-/// The power of two that makes integers of some numbers, the largest of which has `width` bits and a sign;
-/// NaN if one is infinite or NaN.
+/// The power of two that turns numbers into integers whose largest has `width` bits and a sign; NaN if one is
+/// infinite or NaN.
 #[inline(always)]
 fn power_of_two(values: &[f32], width: i32) -> f32 {
     /// Below it everything is taken for multiples of 2^-114, or of a bit less.
@@ -388,7 +388,7 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize, const AT_ONCE: usiz
                 let from = codes.add(rows[r] * words + word);
                 let ahead = match X {
                     1 => from.cast::<u8>().wrapping_add(AHEAD_BYTES),
-                    // what is read after these rows lies behind them
+                    // reads beyond these rows stay inside the buffer
                     _ => codes.wrapping_add(lines.first * words + R * (word + words) + 16 * r).cast(),
                 };
                 S::prefetch_near(ahead);
@@ -444,8 +444,8 @@ unsafe fn products<S: Simd, C: CodeWords<S>, const X: usize, const AT_ONCE: usiz
     }
 }
 
-/// The products of a vector of words of each weight row with `X` rows of `x`, a code of each word at a time
-/// or two, in floats or in integers of 32 bits.
+/// The products of a vector of packed words of each weight row with `X` rows of `x`, one or two codes of each
+/// word at a time, in floats or in 32-bit integers.
 #[inline(always)]
 unsafe fn in_steps<S: Simd, C: CodeWords<S>, const X: usize, const AT_ONCE: usize>(
     words: [S::V; STREAMS],
@@ -478,8 +478,8 @@ unsafe fn in_steps<S: Simd, C: CodeWords<S>, const X: usize, const AT_ONCE: usiz
     }
 }
 
-/// The products of a vector of words of a weight row with `X` rows of `x`, four codes of each word at a time,
-/// in floats: at most 8 products of bytes make no more than 24 bits.
+/// The products of a vector of packed words of a weight row with `X` rows of `x`, four codes of each word at
+/// a time, in floats: at most 8 products of bytes fit 24 bits.
 #[inline(always)]
 unsafe fn bytes_at_once<S: Simd, C: CodeWords<S>, const X: usize>(
     words: S::V,
@@ -507,7 +507,7 @@ unsafe fn bytes_at_once<S: Simd, C: CodeWords<S>, const X: usize>(
 /// The numbers of the groups of a vector of words, each in the lanes of its group.
 #[inline(always)]
 unsafe fn spread<S: Simd>(from: *const f32, group_log2: u32) -> S::V {
-    // SAFETY: the caller's promise: there are as many numbers as groups, and room for a vector of them.
+    // SAFETY: the caller's promise: there is a number for each group, and room for a vector.
     unsafe { if 1usize << group_log2 >= S::LANES { S::splat(*from) } else { S::spread(from, group_log2) } }
 }
 
@@ -522,7 +522,7 @@ unsafe fn high_words<S: Simd>(weights: &QuantisedRows, row: usize, word: usize, 
     unsafe {
         let at = row * row_words + first;
         let from = weights.high.start.cast::<f32>().add(at);
-        // words of the row behind do not matter, those behind the last row are not there
+        // reading the next row's words is harmless; words past the last row do not exist
         let words = match weights.high.bytes >= 4 * (at + S::LANES) {
             true => S::load(from),
             false => load_part::<S>(DType::F32, from.cast(), count),

@@ -31,7 +31,7 @@ pub(crate) struct GemmRows {
 }
 
 impl GemmRows {
-    /// Returns the scratch words required: sums `[m, BLOCK]`, or of as many parts, and `x` in f32.
+    /// Returns the number of scratch words: sums `[m, BLOCK]` for each part, and `x` in f32.
     pub(crate) fn scratch_words(shape: &GemmShape) -> usize {
         Self::sums(shape) + shape.m * round_up(shape.k, 16)
     }
@@ -152,7 +152,7 @@ impl SimdTask for GemmRows {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let dot = S::DOT_BF16 && self.shape.x == DType::Bf16 && self.shape.weight == DType::Bf16;
-        // SAFETY: who made the task answers for its operands.
+        // SAFETY: the creator of the task guarantees valid operands.
         unsafe {
             match self.shape.weight {
                 DType::Bf16 if dot => stream::<S, Bf16Pairs>(&self, self.operands.x.start),
@@ -263,7 +263,7 @@ unsafe fn in_parts<S: Simd, L: LoadVectors<S>, const X: usize>(task: &GemmRows, 
     }
 }
 
-/// Sums by lane of the products of weight rows and rows of `x` of `k` elements, and fetches what lies behind.
+/// Sums by lane of the products of weight rows and rows of `x` of `k` elements, and prefetches the next rows.
 #[inline(always)]
 unsafe fn side_by_side<S: Simd, L: LoadVectors<S>, const X: usize>(
     k: usize,

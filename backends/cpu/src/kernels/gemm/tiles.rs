@@ -108,7 +108,7 @@ pub(crate) struct TilePanel<'a> {
     pub(crate) quantised: Option<QuantisedRows>,
     /// Output columns, as many as [`panel_rows`] says except for the last ones.
     pub(crate) columns: Range<usize>,
-    /// First output column of the worker's next panel, whose weights are fetched meanwhile.
+    /// First output column of the worker's next panel, whose weights are prefetched.
     pub(crate) next: usize,
     /// The output's row of each row of `x`, unless they are the same.
     pub(crate) out_rows: Option<&'a [usize]>,

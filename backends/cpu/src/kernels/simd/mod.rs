@@ -110,7 +110,7 @@ pub(crate) trait Simd: Copy + 'static {
         unsafe { Self::lane_by_lane(acc, a, b, add) }
     }
 
-    /// What `add` makes of the three words in each lane.
+    /// `add` of the three words in each lane.
     #[inline(always)]
     unsafe fn lane_by_lane(
         acc: Self::V,

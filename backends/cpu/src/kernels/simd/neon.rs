@@ -1,5 +1,5 @@
-//! NEON: eight lanes in two registers, so that 32 of them hold what the 16 of AVX2 do; where present also dot
-//! products of bytes and of bf16, whose intrinsics are not stable.
+//! NEON: eight lanes in two registers, so that 32 registers hold as much as the 16 of AVX2; where present
+//! also dot products of bytes and of bf16, whose intrinsics are not stable.
 
 use super::{Simd, SimdTask};
 use std::arch::aarch64::*;
