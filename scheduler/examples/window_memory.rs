@@ -1,5 +1,5 @@
-//! How many sequences decode at once in the same KV memory, with blocks of all layers, and with pages of
-//! parts of the layers that give back what is out of their window.
+//! Compares how many sequences decode in the same KV memory, with blocks of all layers, and with pages of
+//! parts of the layers that give back KV outside their window.
 //!
 //! `cargo run --release -p mixfleet-scheduler --example window_memory`
 #![allow(clippy::print_stdout, reason = "the table is what it is for")]
@@ -17,7 +17,7 @@ const GIB: u64 = 24;
 const BLOCK_TOKENS: u32 = 16;
 const CHUNK: u32 = 8192;
 
-/// A prompt like no other, of so many tokens, of which nothing is read.
+/// A prompt of this many tokens that shares no prefix; its tokens are never read.
 #[derive(Debug)]
 struct Prompt(u64, u32);
 
@@ -39,8 +39,8 @@ impl Text for Prompt {
     }
 }
 
-/// The number of sequences of so many tokens that decode together, each of which came once those before it
-/// decoded, when the next one finds no room.
+/// The number of sequences of this many tokens that decode together when the next one finds no room; each
+/// arrives once those before it decode.
 fn at_once(blocks_total: u32, page_parts: PageParts, tokens: u32) -> usize {
     let mut machine = Instance::new(BatchLimits {
         blocks_total,

@@ -1,4 +1,5 @@
-//! Tells corrupted KV from numeric drift, for pairs of engines of which one computes prompts for the other.
+//! Distinguishes corrupted KV from numeric drift, for pairs of engines in which one computes prompts for the
+//! other.
 //!
 //! A canary is a copy of a request that is answered twice: divided between the two engines of a pair, and by
 //! one engine alone, which computes the prompt itself. The distance between the two ([`distance()`]) is
@@ -34,10 +35,10 @@ const FAULT_SHARE: f64 = 0.1;
 const SUSPECT_RATIO: f64 = 100.0;
 /// Median distance of controls above which the two engines are not of one model: in nats.
 const DISAGREEMENT: f64 = 0.5;
-/// Controls of a proven pair: one in so many canaries.
+/// Controls of a proven pair: one in this many canaries.
 const CONTROL_EVERY: u64 = 4;
 
-/// When canaries run, and what follows from them.
+/// When canaries run, and the consequences of their results.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CanaryConfig {
     /// Share of a proven pair's requests that become canaries.
@@ -147,9 +148,10 @@ pub enum CanaryChange {
     Proven,
     /// The pair shares nothing until more canaries were compared.
     Suspected,
-    /// The divided answers are not those of one engine. The pair rests for so long.
+    /// The divided answers differ from those of one engine. The pair is suspended for this long.
     Corrupt(Seconds),
-    /// The two engines differ alone as well, so that canaries cannot tell. The pair rests for so long.
+    /// The two engines also differ without a hand-off, so that canaries cannot judge. The pair is suspended
+    /// for this long.
     Disagree(Seconds),
 }
 

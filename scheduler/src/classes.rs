@@ -141,7 +141,7 @@ pub fn effort(demand: &Demand, profile: &DeviceProfile, job: Job) -> Result<Effo
 #[derive(Clone, Copy)]
 struct KnownTimes<'a> {
     profile: &'a DeviceProfile,
-    /// Those of whole steps on the device itself.
+    /// Measurements of whole steps on the device itself.
     steps: Option<&'a StepCalibration>,
 }
 
@@ -239,8 +239,8 @@ pub struct PricedDevice {
     pub name: String,
     /// The device's measured or published performance.
     pub profile: DeviceProfile,
-    /// Times of whole steps of the model on the device itself, to which those of its profile are adjusted. If
-    /// the profile has no arithmetic rates, they are all that is known.
+    /// Times of whole steps of the model on the device itself, to which those of its profile are adjusted.
+    /// Without arithmetic rates in the profile they are the whole model.
     pub steps: Option<StepCalibration>,
     /// Its rent, if known. Without a rent it does not compete, and only its break-even prices are reported.
     pub price: Option<UsdPerHour>,

@@ -10,7 +10,7 @@ use mixfleet_hal::profile::{DeviceProfile, Evidence};
 /// Likely error of layers with experts, whose kernels no law is of: four in five published runs lie within it
 /// (docs/results/truth.md).
 const MIXTURE_ERROR: f64 = 0.25;
-/// Likely error of weights in other formats than those that laws are of.
+/// Likely error of weights in formats without laws.
 const FORMAT_ERROR: f64 = 0.25;
 
 /// The name of this project's engine.
@@ -21,7 +21,7 @@ pub const OURS: &str = "mixfleet";
 pub struct KnownEngine {
     /// Its name, in lower case.
     pub name: &'static str,
-    /// Other names of it.
+    /// Other names of the engine.
     pub aliases: &'static [&'static str],
     /// Maximum rows of a step.
     pub step_tokens: u32,
@@ -42,7 +42,7 @@ pub struct KnownEngine {
 }
 
 impl KnownEngine {
-    /// Whether so many devices can have the weights where others attend for them.
+    /// Whether this many devices can hold the weights under attention offload.
     ///
     /// # Errors
     /// Why not.
@@ -66,9 +66,9 @@ impl KnownEngine {
         }
     }
 
-    /// The likely relative error of the time of steps: the largest of the model's kernels' on `profile`, and
-    /// what remains of the engine beyond kernels. `None` where nothing is known of the kernels' error, or
-    /// they were measured as they are.
+    /// The likely relative error of step times: the largest kernel error of the model on `profile`, plus the
+    /// remainder of the engine beyond kernels. `None` if the kernels' error is unknown, or they were measured
+    /// as whole steps.
     pub fn likely_error(&self, profile: &DeviceProfile, shape: &ModelShape) -> Option<f64> {
         let evidence = profile.provenance.evidence.iter();
         let concerns = |evidence: &&Evidence| [shape.weight, shape.kv].contains(&evidence.dtype);
@@ -82,7 +82,7 @@ impl KnownEngine {
     }
 }
 
-/// The limits are those that the engines' documentation states for parts of at least 70 GB.
+/// The limits that the engines' documentation states for parts of at least 70 GB.
 const ENGINES: [KnownEngine; 4] = [
     KnownEngine {
         name: OURS,

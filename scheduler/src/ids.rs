@@ -16,13 +16,13 @@ impl std::fmt::Display for InstanceId {
     }
 }
 
-/// Identifies a party, among all of which instances are shared equally: a tenant, or a client's address where
-/// keys do not tell clients apart. The number is a hash of its name, the same in every process.
+/// Identifies a party; instances are shared equally among parties: a tenant, or a client's address where keys
+/// do not distinguish clients. The number is a hash of its name, the same in every process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct PartyId(pub u64);
 
 impl PartyId {
-    /// Whoever is not known: work without a party has no share, and takes nothing from one.
+    /// An unknown party: work without a party has no share, and takes nothing from one.
     pub const NONE: PartyId = PartyId(0);
 }

@@ -5,7 +5,7 @@
 //! pull, copy, replay). Events and the time come in, actions go out. The same machines run under the
 //! simulator's clock and under the server's.
 //!
-//! What is absent: clocks, threads, files, sockets, devices, tokens' meaning, unseeded randomness.
+//! Absent by design: clocks, threads, files, sockets, devices, tokens' meaning, unseeded randomness.
 
 #![cfg_attr(
     not(test),

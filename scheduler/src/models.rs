@@ -184,7 +184,7 @@ impl KnownModel {
             o_bias: false,
             mlp_bias: false,
             qk_norm: self.qk_norm,
-            // a part of a head costs what all of it does, within the precision of any profile
+            // rotating part of a head costs as much as all of it, within the precision of any profile
             rotary: None,
             sinks: false,
             format,
@@ -226,7 +226,7 @@ pub enum UnknownModel {
     Unpriced {
         /// Its name.
         name: &'static str,
-        /// What is special about it.
+        /// Special properties of the architecture.
         why: &'static str,
     },
     /// Other models have similar names.
@@ -294,8 +294,8 @@ mod tests {
         assert_eq!(shape.sequence_bytes(1000), 1008 * shape.kv_bytes_per_token() + shape.state_bytes());
     }
 
-    /// The files of gpt-oss-120b, whose experts are mxfp4 and whose rest is bf16, have 65.2 GB; those of
-    /// Llama-3.1-70B 141.1 GB, and in AWQ's int4 39.8 GB.
+    /// The files of gpt-oss-120b (experts in mxfp4, the rest in bf16) have 65.2 GB; those of Llama-3.1-70B
+    /// 141.1 GB, and in AWQ's int4 39.8 GB.
     #[test]
     fn weights_take_what_published_files_have() {
         let gb = |name: &str, stored: &str| find(name).unwrap().weight_bytes(stored.parse().unwrap()).0 / 1e9;

@@ -1,9 +1,9 @@
-//! Places for requests in work, the last of which are kept for parties that hold few.
+//! Slots for requests in progress; the last slots are reserved for parties with few.
 
 use crate::ids::PartyId;
 use std::collections::BTreeMap;
 
-/// The part of all places that is kept for parties that hold less than their share: one in so many.
+/// The reserved part of all slots, for parties below their share: one in this many.
 const KEPT_FOR_OTHERS: usize = 8;
 
 /// The number of requests in work of each party; requests without a party are not counted.
@@ -40,8 +40,8 @@ impl PartyCounts {
         }
     }
 
-    /// Whether `party` gets no more of `most` places, of which `taken` are taken: it has more than its
-    /// share, as if one more party were here, and the places that are left are kept for others.
+    /// Whether `party` gets no more of `most` slots, `taken` of which are taken: it has more than its share,
+    /// as if one more party were here, and the free slots are reserved for others.
     pub fn leaves_the_rest(&self, party: PartyId, taken: usize, most: usize) -> bool {
         let kept = most / KEPT_FOR_OTHERS;
         let share = most / (self.0.len() + 1);

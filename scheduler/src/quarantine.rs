@@ -28,15 +28,15 @@ pub const QUARANTINE: Seconds = Seconds(600.0);
 const UNANSWERED_ENDS_MAX: usize = 2;
 /// Ends of any kind that quarantine a request. One more than above, since long answers meet unrelated faults.
 const ENDS_MAX: usize = 3;
-/// Maximum number of requests that are remembered, some 150 bytes each. Every one of them costs the end of an
-/// engine that had it, so that a client cannot fill the table at will.
+/// Maximum number of remembered requests, some 150 bytes each. Each one costs the end of an engine that had
+/// it, so that a client cannot fill the table at will.
 const SUSPECTS_MAX: usize = 4096;
 /// Interval between two looks for entries that are too old.
 const SWEEP_EVERY: Seconds = Seconds(10.0);
 /// Time that news of an end takes from one router to another.
 const HEARD_LATE: Seconds = Seconds(5.0);
 
-/// Digest of what a request asks an engine to do: its prompt, form and parameters, without its id.
+/// Digest of the request's content: its prompt, form and parameters, without its id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct RequestDigest(#[serde(with = "halves")] pub u128);
 
@@ -62,7 +62,7 @@ mod halves {
 pub enum AnswerMoment {
     /// Nothing.
     Unanswered,
-    /// Nothing of its own, behind what an engine that ended had given.
+    /// No token of its own, while continuing the answer of an engine that ended.
     Continuing,
     /// A token at least.
     Answering,
@@ -73,11 +73,11 @@ pub enum AnswerMoment {
 pub struct EngineTry {
     /// The request, for as long as it is in work.
     pub request: RequestId,
-    /// What it asks for.
+    /// The digest of the request.
     pub digest: RequestDigest,
     /// Where it is tried.
     pub engine: InstanceId,
-    /// When the engine was asked.
+    /// When the request was sent to the engine.
     pub began: Seconds,
 }
 
@@ -186,7 +186,7 @@ impl Quarantine {
         }
     }
 
-    /// The engines at which suspects are tried; for a request that is none, those that have not begun to
+    /// The engines at which suspects are tried; for other requests, the engines that have not begun to
     /// answer.
     pub fn engines_on_trial(&self, permit: TryPermit) -> BTreeSet<InstanceId> {
         let counts = |trial: &&Trial| match permit {
@@ -241,8 +241,8 @@ impl Quarantine {
         self.bound();
     }
 
-    /// Another router tells that an engine ended that had a request with this digest. It may be told more
-    /// than once, and late.
+    /// Another router reports the end of an engine that had a request with this digest. The report may be
+    /// late or repeated.
     pub fn heard(
         &mut self,
         digest: RequestDigest,
@@ -294,7 +294,7 @@ impl Quarantine {
         }
     }
 
-    /// Forgets what is too old, now and then.
+    /// Forgets expired entries, occasionally.
     fn sweep(&mut self, now: Seconds) {
         if now.0 < self.sweep_at.0 {
             return;

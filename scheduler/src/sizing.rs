@@ -1,9 +1,9 @@
 //! The size of an instance: KV memory, tokens of a step and sequences, from what its device has.
 //!
 //! - A step of a prompt should be bound by arithmetic. A matrix product over `n` rows of tokens reads each
-//!   weight once for 2n operations, so that at `n = ridge * bytes of a weight / 2` rows reading and computing
-//!   take equally long (Williams et al. 2009, roofline). A chunk has several times as many rows.
-//! - KV gets what is free once the weights are placed, less what steps need and a reserve.
+//! weight once for 2n operations, so that at `n = ridge * bytes of a weight / 2` rows reading and computing
+//! take equally long (Williams et al. 2009, roofline). A chunk has several times as many rows.
+//! - KV gets the memory that is free once the weights are placed, less step buffers and a reserve.
 //! - As many sequences run as KV memory holds at a usual length.
 
 use crate::cost::{EXPANDED_TOKENS, ModelShape};
@@ -12,7 +12,7 @@ use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::catalog::Part;
 use mixfleet_hal::units::Bytes;
 
-/// The rows of a chunk as a multiple of those at which arithmetic and bandwidth are even.
+/// The rows of a chunk as a multiple of the rows at which arithmetic and bandwidth are even.
 const CHUNK_RIDGES: f64 = 8.0;
 /// Bounds of a chunk, in tokens.
 const CHUNK_MIN: u32 = 512;
@@ -47,7 +47,7 @@ pub struct DeviceRoom {
     pub ridge: Option<f64>,
 }
 
-/// What is given, rather than chosen.
+/// Limits given by the user, rather than chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct GivenSizes {
     /// KV memory.
@@ -124,7 +124,7 @@ mod tests {
         models::find("llama-3.1-8b").unwrap().shape(DType::Bf16)
     }
 
-    /// A part whose driver reports `mib` of memory, of which a context takes 0.6 GB and the weights 16.06 GB.
+    /// A part whose driver reports `mib` of memory; a context takes 0.6 GB of it and the weights 16.06 GB.
     fn room(id: &str, mib: f64) -> DeviceRoom {
         let part = part(id).unwrap();
         let total = mib * MIB as f64;

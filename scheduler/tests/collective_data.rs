@@ -10,7 +10,7 @@ const MEASURED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../shared/data/m
 #[test]
 fn all_reduces_are_near_every_measured_size() {
     let Ok(text) = std::fs::read_to_string(MEASURED) else {
-        eprintln!("SKIPPED: {MEASURED} is not there; it lies beside the repository");
+        eprintln!("SKIPPED: {MEASURED} is absent; it belongs beside the repository");
         return;
     };
     let ids = [

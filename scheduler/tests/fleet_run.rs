@@ -232,7 +232,7 @@ impl World {
                 }
             }
             Action::Drop { .. } | Action::SetRole { .. } | Action::Replicate { .. } => {
-                panic!("nobody asked for it: {action:?}")
+                panic!("unexpected action: {action:?}")
             }
             Action::Replay { request, .. } => {
                 let state = self.requests.get_mut(&request).unwrap();

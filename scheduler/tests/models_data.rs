@@ -8,7 +8,7 @@ use std::path::Path;
 fn collection() -> Option<Value> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/models.json");
     let Ok(text) = std::fs::read_to_string(&path) else {
-        eprintln!("SKIPPED: ../shared/data/models.json is absent; the models were not compared with it");
+        eprintln!("SKIPPED: ../shared/data/models.json is absent; models not compared");
         return None;
     };
     Some(serde_json::from_str(&text).expect("JSON"))
@@ -96,8 +96,8 @@ fn every_restated_shape_is_the_collections() {
     assert!(compared >= 30 && mixtures >= 17, "{compared} models compared, {mixtures} of them mixtures");
 }
 
-/// What the collection derived from its configurations, where its formula holds: all matrices, those that a
-/// token goes through, and the KV of a token without regard to windows.
+/// Values that the collection derived from its configurations, where its formula holds: all matrices, those
+/// used per token, and the KV of a token without regard to windows.
 #[test]
 fn parameters_and_kv_are_what_the_collection_derives() {
     let Some(collection) = collection() else { return };

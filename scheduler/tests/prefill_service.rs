@@ -13,7 +13,7 @@ fn near(got: f64, published: f64, tolerance: f64) -> bool {
 fn lines(file: &str) -> Option<Vec<String>> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/measured").join(file);
     let Ok(text) = std::fs::read_to_string(path) else {
-        eprintln!("SKIPPED: ../shared/data/measured/{file} is absent; nothing was compared with it");
+        eprintln!("SKIPPED: ../shared/data/measured/{file} is absent; nothing compared");
         return None;
     };
     Some(text.lines().filter(|line| !line.starts_with('#')).map(str::to_owned).collect())

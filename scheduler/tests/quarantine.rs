@@ -26,7 +26,7 @@ struct Client {
     before: u32,
     /// The engine that it is at, and since when.
     at: Option<(usize, f64)>,
-    /// Engines that ended with it, and were not the doing of the poison.
+    /// Engines that ended with it, without a fault of the poison.
     unrelated: u32,
     refused: bool,
     retries: u32,
@@ -188,7 +188,7 @@ proptest! {
         }
         prop_assert!(world.poisoned <= most, "{} engines ended by the poison", world.poisoned);
         for (number, client) in world.clients.iter().enumerate().filter(|(_, client)| client.poison.is_none()) {
-            // one end that was nobody's doing, and the first of a poison that nobody knew yet, are two
+            // one unrelated end, and the first end by a poison that was unknown until then, are two
             let is_unlucky = client.unrelated > 0 && client.refused;
             prop_assert!(client.tokens == TOKENS || is_unlucky, "{number}: {client:?}");
         }
@@ -197,7 +197,8 @@ proptest! {
         }
     }
 
-    /// Engines that end for no request, however many: what meets fewer than two of them is answered.
+    /// Any number of engines that end for no request: a request that meets fewer than two of them is
+    /// answered.
     #[test]
     fn ends_that_are_nobodys_doing_lose_no_answer(
         innocents in 1..20_usize,

@@ -40,7 +40,7 @@ fn a_decode_step_has_the_arithmetic_and_kv_that_step_3_lists() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/measured/step3_cost_table.csv");
     if !path.exists() {
         eprintln!(
-            "SKIPPED: ../shared/data/measured/step3_cost_table.csv is absent; nothing was compared with it"
+            "SKIPPED: ../shared/data/measured/step3_cost_table.csv is absent; nothing compared"
         );
         return;
     }

@@ -90,7 +90,7 @@ impl RemotePrefill<'_> {
         self.divided(threshold, prefill.min(self.local), sides[at].1, sides[at].2)
     }
 
-    /// What is local and what remote at a threshold of 0 and of each length, in increasing order.
+    /// The local and remote requests at a threshold of 0 and of each length, in increasing order.
     fn sides(&self) -> Vec<(u32, Side, Side)> {
         let take = |side: &mut Side, length: &LengthShare, seconds: Seconds| {
             side.share += length.share;

@@ -1,4 +1,4 @@
-//! The prefix index and two others under the same load, each in a process of its own: rates, lookup times and
+//! The prefix index and two others under the same load, each in its own process: rates, lookup times and
 //! resident size, and the ratios of ours to theirs. In each round all take turns; the medians are printed.
 //!
 //! `cargo run --release --manifest-path scheduler/peers/Cargo.toml --
@@ -140,7 +140,7 @@ fn columns(figures: &Figures) -> [f64; 7] {
     [fill_ops_per_s, filled, churned, closed_ops_per_s, figures.open_ops_per_s, p50, p99]
 }
 
-/// Measures one in a process of its own.
+/// Measures one index in its own process.
 fn measured(subject: &str, arguments: &[String]) -> Vec<f64> {
     eprintln!("{subject} ...");
     let program = std::env::current_exe().expect("this program's path");

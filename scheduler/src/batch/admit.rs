@@ -15,7 +15,7 @@ pub(super) struct Need {
 }
 
 impl<T: Text> Instance<T> {
-    /// The rows of the next step left for prompts, after those that decode.
+    /// The rows of the next step left for prompts, after the decodes.
     fn room(&self) -> StepRoom {
         let (mut decodes, mut prompts) = (Decodes::default(), Vec::new());
         for &place in self.places.of(Phase::Running).iter().rev() {
@@ -30,8 +30,8 @@ impl<T: Text> Instance<T> {
 
     /// Gives blocks to waiting sequences, in their order, until one does not fit even if later flex requests
     /// are preempted. A prompt without room in the next step keeps waiting: at its turn it can reuse prefixes
-    /// that were computed meanwhile. One whose next block is being loaded for another waits for it, and is
-    /// passed by. True if a load began, after which more may be admitted.
+    /// computed in the meantime. A sequence whose next block is already being loaded waits for that load, and
+    /// later ones are admitted first. Returns true if a load began, after which more may be admitted.
     pub(super) fn admit(
         &mut self,
         evicted: &mut Vec<Evicted<T::Block>>,
@@ -82,8 +82,8 @@ impl<T: Text> Instance<T> {
         self.sequences.len() - waiting
     }
 
-    /// Requests that `place` may preempt, the last first. Only flex requests are preempted, since the answers
-    /// of others are read as they stream.
+    /// Requests that `place` may preempt, the last first. Only flex requests are preempted, since other
+    /// answers are streamed to a reader.
     fn later(&self, place: Place) -> impl Iterator<Item = &Sequence<T>> {
         let later = self.places.of(Phase::Running).iter().rev().take_while(move |&&other| other > place);
         later.map(|other| self.sequence(other.request)).filter(|s| s.urgency.gives_way && s.preemptable())
@@ -98,7 +98,7 @@ impl<T: Text> Instance<T> {
         let sequence = self.sequences.get_mut(request).expect("a waiting sequence is known");
         let reusable = (sequence.length - 1) / self.limits.block_tokens;
         let hits = match sequence.after {
-            // all of it is sent
+            // all layers' KV is sent
             Some(After::HandOff) => self.blocks.whole_prefix(&mut sequence.text, reusable),
             _ => self.blocks.longest_prefix(&mut sequence.text, reusable),
         };
@@ -108,7 +108,7 @@ impl<T: Text> Instance<T> {
     }
 
     /// The fewest requests to preempt, the last first, so that a waiting sequence fits. None if it would not
-    /// fit even without all of them.
+    /// fit even then.
     fn who_gives_way(&self, place: Place, need: &Need) -> Option<Vec<RequestId>> {
         let mut holding = self.holding();
         let mut available = self.blocks.available();

@@ -162,7 +162,7 @@ impl<B: Default> BlockPool<B> {
         self.tokens[page as usize].0 == 0
     }
 
-    /// Blocks by state; pages of parts of the layers count as so many parts of blocks.
+    /// Blocks by state; a page of a part of the layers counts as that part of a block.
     pub fn counts(&self) -> BlockCounts {
         let sum = |of: fn(&BlockCache) -> usize| self.caches.iter().map(of).sum::<usize>();
         let (held, used, parts) =
@@ -188,8 +188,8 @@ impl<B: Default> BlockPool<B> {
         (*its == part && text.has(block, tokens)).then_some(page)
     }
 
-    /// The pages that hold the longest known prefix of `text`, of at most `blocks` blocks, with all of it in
-    /// all layers: those of each part of a block, block by block.
+    /// The pages that hold the longest known prefix of `text`, of at most `blocks` blocks, complete in all
+    /// layers: those of each part of a block, block by block.
     pub fn whole_prefix(&self, text: &mut impl Text<Block = B>, blocks: u32) -> Vec<u32> {
         let mut hits = Vec::new();
         for block in 0..blocks {
@@ -203,8 +203,8 @@ impl<B: Default> BlockPool<B> {
         hits
     }
 
-    /// The pages that hold the longest known prefix of `text`, of at most `blocks` blocks, as far as a token
-    /// behind it reads: layers with a window need no more than that, and have [`NO_PAGE`] before.
+    /// The pages that hold the longest known prefix of `text`, of at most `blocks` blocks, as far as a later
+    /// token reads it: layers with a window need no more than that, and have [`NO_PAGE`] before.
     pub fn longest_prefix(&self, text: &mut impl Text<Block = B>, blocks: u32) -> Vec<u32> {
         if !self.parts.lets_go() {
             return self.whole_prefix(text, blocks);
@@ -263,7 +263,7 @@ impl<B: Default> BlockPool<B> {
         let last = pages.last().map(|&page| self.slot(page).0);
         let wanted = last.map(|last| if self.together { last } else { (last + 1) % count });
         let has_room = |device: &usize| available(&self.caches[*device]) > 0;
-        // by the share of its own, so that devices of unlike room have work in that proportion
+        // in proportion to its own room, so that devices of unlike room have work in that proportion
         let share = |device: usize, of: usize| available(&self.caches[device]) * self.caches[of].capacity();
         let roomy = |best, device| if share(device, best) > share(best, device) { device } else { best };
         wanted.filter(has_room).unwrap_or_else(|| (1..count).fold(0, roomy))

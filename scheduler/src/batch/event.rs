@@ -27,8 +27,8 @@ pub enum Event<T> {
         urgency: Urgency,
         /// The prompt, and tokens generated earlier if it continues.
         text: T,
-        /// Number of leading tokens whose KV another instance can send: those that are missing here are
-        /// waited for once.
+        /// Number of leading tokens whose KV another instance can send: tokens missing here are waited for
+        /// once.
         pulls: u32,
         /// What happens after the prompt.
         after: After,
@@ -55,12 +55,13 @@ pub enum Event<T> {
     /// Another instance pulls the KV of these tokens, as far as it is here. The blocks are kept until
     /// `Event::Unlend`.
     Lend {
-        /// For whom: there may be a sequence of the same request here, of which this is independent.
+        /// The request that the KV is for: this instance may have its own sequence of that request,
+        /// independent of the reservation.
         request: RequestId,
         /// Leading tokens of its prompt.
         text: T,
     },
-    /// Lent blocks are no longer read.
+    /// The blocks of a `Lend` are no longer read.
     Unlend {
         /// The request's id.
         request: RequestId,
@@ -96,7 +97,7 @@ pub enum Event<T> {
 pub struct Sampled {
     /// The request's id.
     pub request: RequestId,
-    /// Whether the answer ends with it.
+    /// Whether the answer ends with this token.
     pub finished: bool,
 }
 
@@ -107,8 +108,8 @@ pub struct Sampled {
 pub enum Action<B> {
     /// Run this step; then `Event::StepDone`.
     Run(Step),
-    /// Load these blocks from the lower tiers, as far as they are there; then `Event::Loaded`. Steps of other
-    /// sequences may run meanwhile; a queued sequence whose next block is among these waits for the load.
+    /// Load these blocks from the lower tiers, as many as are there; then `Event::Loaded`. Steps of other
+    /// sequences may run during the load; a queued sequence whose next block is among these waits for it.
     Load {
         /// The request's id.
         request: RequestId,
@@ -143,7 +144,7 @@ pub enum Action<B> {
         /// The request's id.
         request: RequestId,
     },
-    /// The request cannot be carried out, and nothing of it is kept. An earlier request with the same id
+    /// The request cannot be carried out, and no state of it is kept. An earlier request with the same id
     /// continues.
     Refused {
         /// The request's id.
@@ -151,7 +152,7 @@ pub enum Action<B> {
         /// The reason.
         reason: Refusal,
     },
-    /// What came of a prefix that was to be kept is in the cache: nothing more is done of it here.
+    /// The prefix that was to be kept is in the cache as far as it arrived: nothing more is done for it here.
     Kept {
         /// The request's id.
         request: RequestId,

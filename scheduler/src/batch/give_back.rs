@@ -4,7 +4,7 @@ use super::{BlockPool, Instance, RequestId, Sequence, Text};
 use crate::kv::parts::{NO_PAGE, first_kept};
 use mixfleet_hal::cast::to_usize;
 
-/// Gives back the pages of a sequence that no later token of it reads, the first ones first.
+/// Gives back the pages of a sequence that no later token reads, the first ones first.
 pub(super) fn let_go<T: Text>(blocks: &mut BlockPool<T::Block>, sequence: &mut Sequence<T>) {
     if !blocks.parts().lets_go() {
         return;
@@ -24,7 +24,8 @@ pub(super) fn let_go<T: Text>(blocks: &mut BlockPool<T::Block>, sequence: &mut S
 }
 
 impl<T: Text> Instance<T> {
-    /// Gives back what a sequence that runs reads no longer. Who hands its KV off sends all of it.
+    /// Gives back the pages that a running sequence no longer reads. A sequence that hands its KV off keeps
+    /// and sends all.
     pub(super) fn give_back(&mut self, request: RequestId) {
         if let Some(sequence) = self.sequences.get_mut(request)
             && sequence.preemptable()

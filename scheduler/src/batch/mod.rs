@@ -131,7 +131,7 @@ struct Sequence<T> {
     /// Length of prompt and answer so far.
     length: u32,
     computed: u32,
-    /// The pages of its blocks, those of all parts of a block next to each other.
+    /// The pages of its blocks, the parts of a block next to each other.
     pages: Vec<u32>,
     /// Number of leading blocks that are in the prefix index or were found there.
     published: u32,
@@ -276,7 +276,7 @@ impl<T: Text> Instance<T> {
         }
     }
 
-    /// Adds a cost model, by which prompts are limited to what the TBT objectives of others allow.
+    /// Adds a cost model, by which prompts are limited to the TBT objectives of other requests.
     #[must_use]
     pub fn predicted_by(mut self, cost: Arc<CostModel>) -> Self {
         self.cost = Some(cost);
@@ -338,7 +338,7 @@ impl<T: Text> Instance<T> {
     }
 
     /// The block table of a sequence, with the pages of all parts of a block next to each other and
-    /// [`NO_PAGE`] for what is read no longer; empty if it has none.
+    /// [`NO_PAGE`] for pages no longer read; empty if it has none.
     pub fn pages(&self, request: RequestId) -> &[u32] {
         self.sequences.get(request).map_or(&[], |sequence| &sequence.pages)
     }
@@ -384,15 +384,15 @@ impl<T: Text> Instance<T> {
     }
 
     fn sequence(&self, request: RequestId) -> &Sequence<T> {
-        self.sequences.get(request).expect("whoever has a place is known")
+        self.sequences.get(request).expect("a placed request is known")
     }
 
     fn sequence_mut(&mut self, request: RequestId) -> &mut Sequence<T> {
-        self.sequences.get_mut(request).expect("whoever has a place is known")
+        self.sequences.get_mut(request).expect("a placed request is known")
     }
 
     fn enter(&mut self, request: RequestId, phase: Phase) {
-        let sequence = self.sequences.get_mut(request).expect("whoever has a place is known");
+        let sequence = self.sequences.get_mut(request).expect("a placed request is known");
         self.places.of_mut(sequence.phase).remove(&sequence.place);
         self.places.of_mut(phase).insert(sequence.place);
         sequence.phase = phase;
@@ -403,7 +403,7 @@ impl<T: Text> Instance<T> {
         let mut in_step = std::mem::take(&mut self.in_step);
         for StepSequence { request, tokens, start, .. } in in_step.drain(..) {
             let drawn = sampled.next_if(|s| s.request == request);
-            let sequence = self.sequences.get_mut(request).expect("what runs is known");
+            let sequence = self.sequences.get_mut(request).expect("a running request is known");
             sequence.computed += tokens;
             let decodes = tokens == 1 && start + 1 == sequence.length;
             self.parties.count(sequence.urgency.party, tokens, decodes);
@@ -565,7 +565,7 @@ impl<T: Text> Instance<T> {
             return true;
         }
         loop {
-            let sequence = self.sequences.get_mut(request).expect("whoever has a place is known");
+            let sequence = self.sequences.get_mut(request).expect("a placed request is known");
             if self.blocks.extend(&mut sequence.pages, evicted) {
                 return true;
             }

@@ -1,4 +1,4 @@
-//! What comes from outside and cannot be: refused, and whatever else runs goes on.
+//! Impossible requests from outside are refused, and all other work goes on.
 
 use super::*;
 use crate::kv::{Namespace, PrefixHasher};
@@ -46,7 +46,7 @@ fn answer(machine: &mut Instance<TokenIds>, event: Event) -> Vec<Action> {
     actions
 }
 
-/// Adds what is refused beside a sequence that runs, which then draws its token.
+/// Adds a refused request beside a running sequence, which then draws its token.
 fn refused(
     event: fn(RequestId, usize, f64) -> Event,
     (request, tokens, due): (RequestId, usize, f64),

@@ -81,7 +81,7 @@ pub(super) struct PromptRows {
     joint: Option<JointPrompts>,
 }
 
-/// Prompts of a step up to which the next one is compared: a step of so many short ones is filled.
+/// Prompts of a step up to which the next one is compared: a step with more short ones is filled.
 const COMPARED_MAX: usize = 32;
 
 /// The prompts of a step in which nothing decodes.
@@ -90,7 +90,7 @@ struct JointPrompts {
     cost: Arc<CostModel>,
     corrections: SizedCorrections,
     pieces: Vec<Prefill>,
-    /// How many of them end in the step.
+    /// Number of them that end in the step.
     ending: u32,
     /// Number of all prompts that are here.
     prompts: u32,
@@ -135,7 +135,7 @@ struct Pace {
 
 impl PromptRows {
     /// The rows that `decodes` leave in a step. `handed_off` is the number of prompts here if all of them are
-    /// handed off, and else 0: where some decode here afterwards, the next step is not one of prompts alone.
+    /// handed off, and else 0: if some decode here afterwards, the next step is not one of prompts alone.
     pub(super) fn new(
         limits: &BatchLimits,
         cost: Option<(&Arc<CostModel>, SizedCorrections)>,
@@ -177,8 +177,8 @@ impl PromptRows {
         self.left > 0
     }
 
-    /// Takes rows for a prompt of which `context` tokens are computed, at most `wanted`; `ends` tells that
-    /// these are its last ones.
+    /// Takes rows for a prompt with `context` computed tokens, at most `wanted`; `ends` says that these are
+    /// its last ones.
     pub(super) fn take(&mut self, context: u32, wanted: u32, ends: bool) -> u32 {
         let most = wanted.min(self.left);
         if most == 0 {
@@ -197,7 +197,7 @@ impl PromptRows {
         rows
     }
 
-    /// Whether it pays that a prompt of which `context` tokens are computed joins those in the step.
+    /// Whether it pays that a prompt with `context` computed tokens joins the prompts of the step.
     fn pays(&mut self, context: u32, wanted: u32, ends: bool) -> bool {
         let tokens = wanted.min(self.left);
         let piece = Prefill { context, tokens, last: ends && tokens == wanted };
@@ -261,7 +261,7 @@ pub(crate) fn rows_beside(
     let full = Prefill { context: 0, tokens: most, last: false };
     let over_s = (corrections.step_s(cost, &[full], (sequences, kv_tokens)) - within).0;
     let row_s = row_s * corrections.prefill_of(most);
-    // a cast of what is below 0 or no number gives 0
+    // the cast turns negative numbers and NaN into 0
     let too_many = to_u32((over_s.max(0.0) / row_s.0.max(f64::MIN_POSITIVE)).ceil());
     if too_many == 0 { most } else { (most.saturating_sub(too_many) / TILE * TILE).max(rows_min.min(most)) }
 }
@@ -286,7 +286,7 @@ impl StepRoom {
         self.rows.are_left()
     }
 
-    /// Whether a prompt joins those in the step, of which `context` tokens are computed. If not, there are no
+    /// Whether a prompt with `context` computed tokens joins the prompts of the step. If not, there are no
     /// rows for later ones either.
     pub(super) fn admits(&mut self, context: u32, pending: u32) -> bool {
         let pays = self.rows.pays(context, pending, true);

@@ -1,4 +1,4 @@
-//! Steps that are sized by the time between the tokens of those who decode.
+//! Step sizes under the TBT objectives of decoding requests.
 
 use super::steady_tests::Counted;
 use super::tests::LIMITS;
@@ -37,7 +37,7 @@ fn add(machine: &mut Instance<Counted>, request: RequestId, length: u32, tbt_s: 
     machine.step(Event::Add { request, urgency, text, pulls: 0, after }, &mut Vec::new());
 }
 
-/// Runs a step, after which everyone who drew a token goes on.
+/// Runs a step, after which every sequence with a new token goes on.
 fn step(machine: &mut Instance<Counted>) -> Vec<StepSequence> {
     let mut actions = Vec::new();
     machine.step(Event::Idle, &mut actions);
@@ -113,7 +113,8 @@ fn a_prompt_joins_those_that_end_only_if_the_sum_of_ttfts_becomes_smaller() {
 
 #[test]
 fn the_tightest_objective_of_those_who_decode_sizes_the_prompt_rows_beside_them() {
-    // nine tenths of 40 ms, less 1 ms for each who decodes, are 350 and 340 rows; they come in tiles of 16
+    // nine tenths of 40 ms, less 1 ms for each decoding sequence, are 350 and 340 rows; they come in tiles of
+    // 16
     assert_eq!(rows(SIZED, &[Some(0.04)]), 336);
     assert_eq!(rows(SIZED, &[Some(0.2), Some(0.04)]), 336);
     assert_eq!(rows(SIZED, &[Some(0.2), Some(0.02), None]), 144);
@@ -128,7 +129,7 @@ fn without_an_objective_prompts_double_a_step_and_get_a_constant_in_any_case() {
     assert_eq!(rows(SIZED, &[None; 12]), 112, "12 ms more are 120 rows; they come in tiles of 16");
     assert_eq!(rows(SIZED, &[]), 512, "nobody decodes");
     let fixed = BatchLimits { prefill_tokens_beside_decode_max: Some(100), ..SIZED };
-    assert_eq!(rows(fixed, &[Some(0.2)]), 100, "who says a number gets it");
+    assert_eq!(rows(fixed, &[Some(0.2)]), 100, "an explicit number is used");
 }
 
 #[test]
@@ -183,7 +184,7 @@ fn what_the_fleet_expects_of_rows_is_about_what_a_step_gets() {
     }
 }
 
-/// An instance whose steps were measured to take so many times what is predicted.
+/// An instance whose steps were measured at this multiple of their prediction.
 fn measured(slower: f64) -> Instance<Counted> {
     let mut machine = Instance::new(SIZED).predicted_by(cost());
     let prompt = vec![Prefill { context: 0, tokens: 500, last: true }];

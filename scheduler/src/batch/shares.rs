@@ -116,14 +116,14 @@ impl Holdings {
         self.of.get(&party).copied().unwrap_or_default()
     }
 
-    /// Whether a party is beyond its share of what is lacking.
+    /// Whether a party is beyond its share of the scarce resource.
     fn is_beyond(&self, party: PartyId, lack: Lack) -> bool {
         let Holding { slots, pages, .. } = self.holding(party);
         (lack.slot && slots > self.slots) || (lack.pages && pages > self.pages)
     }
 
-    /// Whether `party` stays within its share with a sequence of `pages` more. One that holds nothing does,
-    /// whatever it asks for.
+    /// Whether `party` stays within its share with a sequence of `pages` more. A party that holds nothing
+    /// does, for any number of pages.
     fn stays_within(&self, party: PartyId, pages: usize) -> bool {
         let holding = self.holding(party);
         let fits = holding.slots < self.slots && holding.pages + pages <= self.pages;
@@ -205,7 +205,8 @@ impl<T: Text> Instance<T> {
     }
 
     /// The fewest sequences to preempt so that a waiting one fits, the last first: later flex requests of its
-    /// own party or of none, and for its share those of parties beyond theirs. None if it would not fit.
+    /// own party or of none, and, for its share, sequences of parties beyond theirs. None if it would not
+    /// fit.
     fn who_yields(&self, place: Place, need: &Need, mut held: Holdings) -> Option<Vec<RequestId>> {
         let party = self.party(place.request);
         let parts = self.limits.page_parts.count() as usize;

@@ -1,4 +1,4 @@
-//! Shares in virtual time: a party that asks much beside one that asks little.
+//! Shares in virtual time: a party with a high load beside one with a low load.
 
 use super::steady_tests::Counted;
 use super::tests::LIMITS;
@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 const FLOOD: PartyId = PartyId(1);
 const OTHER: PartyId = PartyId(2);
 
-/// The load of a party: so many requests at a time, each followed by the next one.
+/// The load of a party: this many requests at a time, each followed by the next one.
 #[derive(Clone, Copy, Debug)]
 struct Load {
     party: PartyId,
@@ -102,7 +102,7 @@ impl World {
         self.tokens += step.sequences.iter().map(|part| u64::from(part.tokens)).sum::<u64>();
         let (mut sampled, mut ended) = (Vec::new(), Vec::new());
         for part in step.sequences.iter().filter(|part| part.sample) {
-            let in_work = self.in_work.get_mut(&part.request).expect("who runs is in work");
+            let in_work = self.in_work.get_mut(&part.request).expect("a running request is in work");
             in_work.length += 1;
             let finished = in_work.length == in_work.length_max;
             sampled.push(Sampled { request: part.request, finished });
@@ -163,7 +163,7 @@ const ASKS_LITTLE: Load = Load { party: OTHER, at_a_time: 1, requests: 100, prom
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Whatever the flood asks, and whether steps cost by their rows or by the weights that they read.
+    /// For any size of the flood, and for steps that cost by their rows or by the weights that they read.
     #[test]
     fn a_flood_delays_another_party_by_its_share_and_a_step(
         blocks_total in 64_u32..2048,
@@ -183,7 +183,7 @@ proptest! {
         prop_assert_eq!(flooded.took[0].len(), 400, "the flood is answered too");
     }
 
-    /// Three parties with whatever load: each request ends, and steps go on while there is work.
+    /// Three parties with any loads: each request ends, and steps go on while there is work.
     #[test]
     fn every_request_of_every_party_ends(
         blocks_total in 30_u32..300,

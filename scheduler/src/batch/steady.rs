@@ -20,13 +20,13 @@ impl<T: Text> Instance<T> {
         if sequences().any(|s| s.cancelled || !s.preemptable()) {
             return 0;
         }
-        // who waits may find room in what layers with a window give back
+        // waiting sequences may find room in the pages that layers with a window give back
         let waits = !self.places.of(Phase::Queued).is_empty() || !self.places.of(Phase::Asking).is_empty();
         let until_given = |part: &StepSequence| self.steps_until_given(part.start);
         let first = self.in_step.iter().filter_map(until_given).min().filter(|_| waits);
         let most = first.map_or(most, |first| most.min(first - 1));
         let parts = self.limits.page_parts.count() as usize;
-        // what layers with a window give back meanwhile is not counted on
+        // pages that layers with a window give back during these steps are not counted on
         let available = self.blocks.available() / parts;
         // Each has blocks for the token of this step.
         if self.in_step.len() * self.blocks.blocks_for(most) <= available {
@@ -47,8 +47,8 @@ impl<T: Text> Instance<T> {
         enough
     }
 
-    /// The number of steps of one token, of which the first one is at `start`, after which a block is given
-    /// back; none if none ever is.
+    /// The number of steps of one token, from the first one at `start`, after which a block is given back;
+    /// none if none ever is.
     fn steps_until_given(&self, start: u32) -> Option<u32> {
         let block_tokens = self.limits.block_tokens;
         let until = |&window: &u32| {
@@ -82,7 +82,7 @@ impl<T: Text> Instance<T> {
             left -= now;
             let mut short = Vec::new();
             for part in &mut in_step {
-                let sequence = self.sequences.get_mut(part.request).expect("what runs is known");
+                let sequence = self.sequences.get_mut(part.request).expect("a running request is known");
                 sequence.computed += now;
                 sequence.length += now;
                 part.start += now;

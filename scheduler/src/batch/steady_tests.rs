@@ -32,8 +32,8 @@ impl Text for Counted {
     }
 }
 
-/// Runs the step that is under way and those that follow until somebody has all that it wants, or one that
-/// was begun before somebody came; one by one or in one go. How many, and what the machine said.
+/// Runs the current step and those that follow until a sequence ends or is preempted; one by one or in one
+/// go. Returns how many, and the machine's actions.
 fn run_until_somebody_ends(
     machine: &mut Instance<Counted>,
     left: &mut BTreeMap<RequestId, u32>,
@@ -68,7 +68,7 @@ fn run_until_somebody_ends(
 fn steps_in_one_go_are_what_single_steps_are() {
     let (mut compared, mut evicted) = (0, 0);
     for seed in 0..100 {
-        // of half of the seeds steps are sized by who decodes in them
+        // for half of the seeds, steps are sized by the decoding requests
         let prefill_tokens_beside_decode_max = (seed % 2 == 0).then_some(6);
         let limits = BatchLimits {
             prefill_tokens_beside_decode_max,

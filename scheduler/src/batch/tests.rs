@@ -25,7 +25,7 @@ pub(super) const LIMITS: BatchLimits = BatchLimits {
     page_parts: PageParts::ONE,
 };
 
-/// Who is due then, or later, gives way.
+/// Requests due at this time, or later, give way.
 const FLEXIBLE: Seconds = Seconds(4.0);
 
 fn hasher() -> PrefixHasher {
@@ -49,7 +49,7 @@ type Action = super::Action<Box<[u32]>>;
 struct Driver {
     machine: Instance<TokenIds>,
     parts: PageParts,
-    /// (page, offset) -> token whose KV lies there.
+    /// (page, offset) -> token whose KV is there.
     memory: HashMap<(u32, u32), u32>,
     /// Prompt and output so far, and how long it may become.
     requests: BTreeMap<RequestId, (Vec<u32>, usize)>,
@@ -62,13 +62,13 @@ struct Driver {
     blocks_loaded: u32,
     /// Pending loads.
     loading: Vec<(RequestId, Range<u32>, Vec<BlockHash>)>,
-    /// Leading tokens that what is added next is to wait for.
+    /// Leading tokens that the next request is to wait for.
     pulls: u32,
-    /// Who waits, and its tokens cached.
+    /// Waiting sequences, and their cached tokens.
     pulling: BTreeMap<RequestId, u32>,
     tokens_pulled: u32,
     revoked: Vec<RequestId>,
-    /// The party of what is added next.
+    /// The party of the next request.
     party: PartyId,
 }
 
@@ -94,7 +94,7 @@ impl Driver {
         }
     }
 
-    /// The first of those that wait gets the KV of its first `valid` tokens, or what it has if that is more.
+    /// The first waiting sequence gets the KV of its first `valid` tokens, or keeps its own if that is more.
     fn land(&mut self, valid: u32) {
         let Some((request, cached)) = self.pulling.pop_first() else { return };
         let pages = self.machine.pages(request);
@@ -115,7 +115,7 @@ impl Driver {
         assert_eq!(actions.iter().any(admitted), known, "{actions:?}");
     }
 
-    /// Lends the KV of `tokens`; where it lies, and whose it is.
+    /// Lends the KV of `tokens`; returns its pages, and their content.
     fn lend(&mut self, request: RequestId, tokens: &[u32]) -> Vec<(u32, Vec<u32>)> {
         let mut actions = Vec::new();
         self.machine.step(Event::Lend { request, text: text(tokens.to_vec()) }, &mut actions);
@@ -132,7 +132,7 @@ impl Driver {
         Driver { below, ..Driver::new(BatchLimits { lower_tiers: true, ..limits }) }
     }
 
-    /// What is in a page now.
+    /// The content of a page.
     fn page(&self, page: u32) -> Vec<u32> {
         (0..LIMITS.block_tokens).map(|i| self.memory[&(page, i)]).collect()
     }
@@ -184,7 +184,7 @@ impl Driver {
         part.sample.then(|| ids[..length as usize].iter().sum::<u32>() % 997)
     }
 
-    /// Completes a third of the pending loads; steps of other sequences ran meanwhile.
+    /// Completes a third of the pending loads; steps of other sequences ran in between.
     fn complete_some_loads(&mut self, actions: &mut Vec<Action>) {
         for (request, blocks, chain) in std::mem::take(&mut self.loading) {
             if self.machine.text(request).is_none() {
@@ -209,7 +209,7 @@ impl Driver {
         for evicted in actions.iter().filter_map(|a| if let Action::Evicted(e) = a { Some(e) } else { None })
         {
             for Evicted { hash, tokens, page } in evicted {
-                assert_eq!(*self.page(*page), **tokens, "what is given up is still there");
+                assert_eq!(*self.page(*page), **tokens, "the evicted content is still there");
                 if let Some((kept, _)) = &mut self.below {
                     kept.insert(*hash, tokens.to_vec());
                 }
@@ -287,7 +287,7 @@ fn every_request_ends_with_the_right_tokens_under_random_load() {
         let mut rng = Stream::new(seed);
         // in every third one there are parties, and work without any
         let mut parties = (seed % 3 == 0).then(|| Stream::new(1000 + seed));
-        // every other one with what is given up kept elsewhere
+        // every other one with a lower tier for evicted blocks
         let tiered = seed % 2 == 1;
         let page_parts = windowed(seed);
         let mut driver = match tiered {
@@ -308,7 +308,7 @@ fn every_request_ends_with_the_right_tokens_under_random_load() {
             for _ in 0..rng.below(4) {
                 driver.turn();
                 for (page, content) in &lent {
-                    assert_eq!(driver.page(*page), *content, "seed {seed}: what is lent changes");
+                    assert_eq!(driver.page(*page), *content, "seed {seed}: lent pages change");
                 }
                 if rng.below(8) == 0 {
                     driver.land(rng.below(24) as u32);
@@ -451,7 +451,7 @@ fn prompts_run_by_when_they_are_due_and_equal_ones_as_they_came() {
 #[test]
 fn a_request_is_overtaken_only_by_those_that_come_before_it_is_due() {
     let (patience, due_after) = (40, 3);
-    // one that waits; one that has begun, and gives its only place to whoever comes
+    // one that waits; one that has begun, and gives up its only slot to any newcomer
     for (sequences_max, patient, output, preemptions) in [(6, 2, 1, 0), (1, 0, 5, 1)] {
         let mut driver = Driver::new(BatchLimits { sequences_max, ..LIMITS });
         let mut next = 0;
@@ -468,7 +468,8 @@ fn a_request_is_overtaken_only_by_those_that_come_before_it_is_due() {
         assert_eq!(driver.preemptions, preemptions);
         let place = driver.finished.iter().position(|&request| request == patient);
         let before = place.expect("it had its turn");
-        // those that came before 37, without itself; who comes then is due when it is, and came later
+        // those that arrived before 37, without itself; a newcomer is then due at the same time, and arrived
+        // later
         assert_eq!(before, (0..patience - due_after).map(|now| 1 + now % 2).sum::<u32>() as usize - 1);
         assert!(driver.finished[before + 1..].iter().all(|&request| request > before as u64));
     }
@@ -494,7 +495,7 @@ fn a_long_prompt_that_has_begun_pauses_while_earlier_ones_take_the_steps() {
     driver.add_due(2, Seconds(9.0), (100..106).collect(), 1, After::HandOff);
     driver.add_due(3, Seconds(601.0), (200..203).collect(), 1, After::Decode);
     assert_eq!(next_step(&mut driver), [(2, 4)]);
-    // what one leaves of a step is the next one's; nothing of the first is computed twice
+    // rows that one leaves are the next one's; no token of the first is computed twice
     assert_eq!(next_step(&mut driver), [(2, 2), (1, 2)]);
     driver.add_due(4, Seconds(8.0), (300..304).collect(), 1, After::Decode);
     assert_eq!(next_step(&mut driver), [(4, 4)]);
@@ -613,7 +614,7 @@ fn an_earlier_request_takes_a_later_ones_reservation_when_nothing_else_runs() {
     assert!(actions.is_empty(), "a later request waits: {actions:?}");
     driver.machine.step(reserve(9, 1.0), &mut Vec::new());
     driver.machine.step(Event::Idle, &mut actions);
-    // At once: nobody may come to ask again.
+    // Immediately: there may be no later caller.
     let [Action::Revoked { request: 3 }, Action::Reserved { request: 9, .. }] = &actions[..] else {
         panic!("{actions:?}")
     };

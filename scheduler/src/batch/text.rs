@@ -19,8 +19,8 @@ pub trait Text: Debug {
     /// The tokens of a full block, by index.
     fn block(&self, block: u32) -> Self::Block;
 
-    /// Whether a full block, by index, has these tokens. Equal keys are not enough, since prompts choose what
-    /// is hashed.
+    /// Whether a full block, by index, has these tokens. Equal keys are not enough, since prompts determine
+    /// the hashed content.
     fn has(&self, block: u32, tokens: &Self::Block) -> bool;
 }
 

@@ -19,7 +19,7 @@ impl<T: Text> Instance<T> {
         sequence.length += u32::from(next);
         // Without a next token the last token is computed again, to draw the next one here.
         let computed = if next { valid } else { valid.min(length - 1) };
-        // what was cached here is here, and maybe no longer what it would be computed from
+        // cached blocks are complete here, unlike possibly the blocks that they would be computed from
         sequence.computed = computed.max(sequence.computed);
         sequence.pulls = 0;
         if sequence.after == Some(After::Keep) {
@@ -37,7 +37,7 @@ impl<T: Text> Instance<T> {
         }
         self.enter(request, Phase::Running);
         if is_handed_off {
-            // what layers with a window read no longer was not sent: nobody may find it
+            // pages that layers with a window no longer read were not sent: they must not be found
             self.give_back(request);
         }
         self.publish(request, actions);

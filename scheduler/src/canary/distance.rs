@@ -2,12 +2,12 @@
 
 use mixfleet_hal::outside::{DrawnToken, RankedToken};
 
-/// Log-probabilities below this are equal: engines write what is impossible as some very small number.
+/// Log-probabilities below this are equal: engines write the impossible as some very small number.
 const LEAST_LOGPROB: f64 = -30.0;
 
-/// The largest difference of a token's log-probability, in nats, over the tokens up to the first one that
-/// the two answers do not have in common; behind it their contexts differ. Of a token that only one of them
-/// lists, the other one's is at most that of its last listed token. None where nothing can be compared.
+/// The largest difference of a token's log-probability, in nats, over the tokens up to the first one in which
+/// the two answers differ; after it their contexts differ. If only one answer lists a token, the other's
+/// value is taken to be at most that of its last listed token. None if nothing can be compared.
 pub fn distance(one: &[DrawnToken], other: &[DrawnToken]) -> Option<f64> {
     let mut largest = None;
     for (here, there) in one.iter().zip(other) {
@@ -20,7 +20,7 @@ pub fn distance(one: &[DrawnToken], other: &[DrawnToken]) -> Option<f64> {
     largest
 }
 
-/// The largest difference of those in `listed`. None if a list is empty.
+/// The largest difference over the tokens in `listed`. None if a list is empty.
 fn beyond(listed: &[RankedToken], others: &[RankedToken]) -> Option<f64> {
     let value = |ranked: &RankedToken| match ranked.logprob.is_nan() {
         true => LEAST_LOGPROB,

@@ -49,7 +49,7 @@ fn watch() -> CanaryWatch {
     CanaryWatch::new(CanaryConfig::default())
 }
 
-/// One canary, whatever the share is.
+/// One canary, at any share.
 fn canary(watch: &mut CanaryWatch, now: f64, finding: Option<CanaryFinding>) -> Option<CanaryChange> {
     let plan = watch.begin(Seconds(now), PAIR, FORM, 0.0).expect("it is due");
     let finding = finding.map(|finding| match plan.control {
@@ -93,7 +93,7 @@ fn ten_thousand_clean_canaries_raise_no_alarm() {
 #[test]
 fn damage_is_found_within_100_canaries_of_a_new_and_a_proven_pair() {
     for (at, world) in WORLDS.into_iter().enumerate() {
-        // faults that damage every transfer, and those that damage one in three
+        // faults that damage every transfer, and faults that damage one in three
         for (share, nats) in [(1.0, 3.0), (0.35, 6.0)] {
             for seed in 0..20 {
                 let mut source = Stream::new(100 * seed + at as u64);
@@ -226,7 +226,7 @@ proptest! {
                     let before = watch.phase(pair, form_of(form));
                     if let Some(plan) = watch.begin(Seconds(now), pair, form_of(form), roll) {
                         if let CanaryPhase::Quarantined { until } = before {
-                            prop_assert!(until.0 <= now, "it rests until then");
+                            prop_assert!(until.0 <= now, "the pair is suspended until then");
                             compared.insert((pair, form), 0);
                         }
                         prop_assert!(plan.control || before == CanaryPhase::Proven);

@@ -12,9 +12,9 @@
 //! ratios.
 //!
 //! For any other device the measurements are the whole model. The step of a chunk, with its LM head apart
-//! from its layers, is what the products of its rows take, and its attention. A chunk of `n` tokens after `c`
-//! others computes `n (c + n / 2)` pairs, so that the growth from no context to `c` says what the pairs of
-//! the chunk itself take; what remains is the time of the products.
+//! from its layers, takes the time of the products of its rows, and of its attention. A chunk of `n` tokens
+//! after `c` others computes `n (c + n / 2)` pairs, so that the growth from no context to `c` gives the time
+//! per pair; the rest is the time of the products.
 
 use super::{
     Coefficients, CostModel, DecodeCoefficients, Grid, Prefill, PrefillCoefficients, StepParts, StepTables,
@@ -28,9 +28,9 @@ use std::sync::Arc;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StepCalibration {
-    /// Steps of one chunk, of so many tokens after so many others, which ends its prompt. Not empty.
+    /// Steps of one chunk that ends its prompt: numbers of new tokens and of earlier ones. Not empty.
     pub prefill: Vec<StepPoint>,
-    /// Steps of so many sequences that decode one token each, with it of so much context. Not empty.
+    /// Steps of sequences that decode one token each: numbers of sequences and context of each. Not empty.
     pub decode: Vec<StepPoint>,
     /// Rows that draw a token, ascending, and seconds of embedding, LM head and sampling, which are part of
     /// both; 0 where these were not measured apart. Not empty.
@@ -105,7 +105,7 @@ impl StepCalibration {
         are_times(&self.prefill) && are_times(&self.decode) && heads && rises
     }
 
-    /// The cost model of a device of which nothing else is known.
+    /// The cost model of a device known only by these measurements.
     pub fn alone(&self) -> CostModel {
         let measured = |point: &StepPoint| point.seconds;
         let (whole, steps) =
@@ -146,7 +146,8 @@ impl StepCalibration {
         })))
     }
 
-    /// The cost model of a device of which `base` is known, and how the measured times compare with it.
+    /// The cost model of a device whose prediction `base` is known, and the ratio of the measured times to
+    /// it.
     pub fn adjusting(&self, base: CostModel) -> (CostModel, CalibrationRatios) {
         let ratio = |measured: f64, predicted: Seconds| {
             let ratio = measured / predicted.0;
@@ -212,7 +213,7 @@ fn undisturbed(points: &[StepPoint]) -> Vec<StepPoint> {
     points.iter().map(cleaned).collect()
 }
 
-/// Returns the grid of the points' sizes and contexts with `value` of each point. Where there is no point,
+/// Returns the grid of the points' sizes and contexts with `value` of each point. For a missing point,
 /// `missing` gets the axes and the rows before it, the last of which is incomplete.
 fn grid(
     points: &[StepPoint],

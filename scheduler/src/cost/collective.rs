@@ -192,7 +192,7 @@ impl AllReduce {
     }
 
     /// Time of an all-to-all in which each device sends `bytes` to the others: that of the all-reduce in
-    /// which it sends as much, `2 (devices - 1) / devices` of what is summed.
+    /// which it sends as much, `2 (devices - 1) / devices` of the summed bytes.
     fn exchange(&self, bytes: f64) -> Seconds {
         let devices = f64::from(self.devices);
         self.time(Bytes(bytes * devices / (2.0 * (devices - 1.0).max(1.0))))

@@ -1,11 +1,11 @@
 //! What KV that lands on a device, or leaves it, takes of the time of its steps.
 //!
-//! KV lands in a staging buffer and is scattered from there into pages; it is gathered into one before it
-//! leaves. A device that copies beside its steps lends them its memory only: a byte that lands is written by
-//! the link, read by the scatter and written to its page, so that the steps beside it take `3 bytes /
-//! bandwidth` longer, whenever they run. A processor, whose copies and steps share its cores, copies between
-//! two steps, which the copies' whole time keeps apart; so does checking what landed: it is copied to memory
-//! that no peer writes to, and hashed there.
+//! Received KV lands in a staging buffer and is scattered from there into pages; KV to send is gathered into
+//! one. On a device that copies beside its steps, copies cost only memory bandwidth: a received byte is
+//! written by the link, read by the scatter and written to its page, so that the steps beside it take `3
+//! bytes / bandwidth` longer. A processor, whose copies and steps share its cores, copies between two steps,
+//! which are delayed by the whole time of the copies and of the verification: received bytes are copied to
+//! memory that no peer writes to, and hashed there.
 
 use mixfleet_hal::profile::{CopyCost, DeviceProfile};
 use mixfleet_hal::units::{Bytes, Seconds};
@@ -32,7 +32,7 @@ const SHARE_MAX: f64 = 0.9;
 pub struct KvCopy {
     /// What it takes of the steps' time.
     pub takes: Seconds,
-    /// The time in which it comes or goes; 0 if all of it is there.
+    /// Time of the transfer; 0 if all of the KV is there.
     pub over: Seconds,
 }
 
@@ -42,8 +42,8 @@ impl KvCopy {
         if self.over > self.takes { self.takes / self.over } else { 1.0 }
     }
 
-    /// What a step takes longer, as a multiple of its own time, while copies take `share` of the device's:
-    /// infinitely, if they are done at once.
+    /// Relative delay of a step while copies take `share` of the device's time: infinite if they are done
+    /// together.
     pub fn slows(share: f64) -> f64 {
         if share < SHARE_MAX { share / (1.0 - share) } else { f64::INFINITY }
     }
@@ -103,10 +103,10 @@ impl KvCopyCost {
         }
     }
 
-    /// What copies take between the steps of a processor: all of their time, by its profile. What lands is
-    /// copied out of slots that take turns, so that no cache holds them, hashed, and written to the staging
-    /// buffer; what leaves is read and hashed. The host does each with one thread, as it copies to and from
-    /// the device, and hashes as fast.
+    /// Time that copies take between the steps of a processor: all of it, by its profile. Received KV is
+    /// copied out of slots in rotation, so that no cache holds them, hashed, and written to the staging
+    /// buffer; sent KV is read and hashed. One host thread does each, at the rate of its copies to and from
+    /// the device, and hashes at the same rate.
     pub fn between(profile: &DeviceProfile) -> Self {
         // Where copies were not measured, at the memory's bandwidth.
         let memory = 2.0 / profile.bandwidth.0;

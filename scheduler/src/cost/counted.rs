@@ -25,14 +25,14 @@ impl LayerWork {
         ops
     }
 
-    /// A counter of operations of so many layers of a model.
+    /// A counter of the operations of `layers` layers of a model.
     fn of(&mut self, shape: &ModelShape, layers: u64) -> OpCounter<'_> {
         let experts_alone = shape.experts.is_some_and(|experts| experts.quantised_alone);
         OpCounter { work: self, layers, experts_alone }
     }
 }
 
-/// Counts operations of so many layers.
+/// Counts the operations of `layers` layers.
 struct OpCounter<'a> {
     work: &'a mut LayerWork,
     layers: u64,
@@ -62,7 +62,7 @@ pub(super) struct StagePart {
     pub(super) has_head: bool,
     /// Columns of the logits that it draws from, if it does.
     pub(super) draws: Option<u32>,
-    /// Whether it is the first of those that divide its layers ([`LayerOps::adds`]).
+    /// Whether it is the first member that shares these layers ([`LayerOps::adds`]).
     pub(super) adds: bool,
 }
 

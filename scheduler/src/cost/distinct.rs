@@ -10,7 +10,7 @@ const DECODE: ([u32; 4], [u32; 5]) = ([1, 4, 16, 64], [32, 128, 512, 2048, 8192]
 const PREFILL: ([u32; 3], [u32; 3]) = ([32, 128, 512], [0, 512, 2048]);
 /// Steps of more rows compute logits for fewer.
 const LOGITS_MAX: u32 = 64;
-/// Of operations that are no products, only every so many rows are measured: their times are smooth.
+/// Of operations that are not products, only every n-th number of rows is measured: their times are smooth.
 const SMALL_FACTOR: u32 = 8;
 
 impl ModelShape {

@@ -94,7 +94,7 @@ fn prompts_are_expanded_where_that_is_less_arithmetic() {
         }
     }
     assert_eq!([127, 128].map(|tokens| is_expanded(0, tokens)), [false, true]);
-    // there is memory for so many keys, and pages begin anew for each prompt
+    // there is memory for this many keys, and pages begin anew for each prompt
     assert_eq!([0, 1].map(|context| is_expanded(context, EXPANDED_TOKENS)), [true, false]);
     let two = |tokens| [tokens, EXPANDED_TOKENS / 2].map(|tokens| Prefill { context: 0, tokens, last: true });
     assert!(latent.expands(&two(EXPANDED_TOKENS / 2), 16));

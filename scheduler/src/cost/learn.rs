@@ -13,9 +13,9 @@
 //! nothing. No bound hides an error: a device beyond [`DECLARED_WITHIN`] times its prediction is reported as
 //! another part than the declared one, and predicted as it is measured.
 //!
-//! Factors are applied in whole steps of 5 %, once they are more than such a step from what is applied:
-//! instances whose predictions are right stay exactly at 1, and instances of a kind equal, which lets a large
-//! fleet be ranked quickly.
+//! Factors are applied in steps of 5 %, once they differ by more than a step from the applied value:
+//! instances whose predictions are right stay exactly at 1, and instances of a kind stay equal, which lets a
+//! large fleet be ranked quickly.
 
 use super::{CostModel, Prefill};
 use mixfleet_hal::units::Seconds;
@@ -36,8 +36,8 @@ const PROVEN_BY: u32 = 3;
 /// Corrections are powers of this.
 const STEP: f64 = 1.05;
 
-/// A device whose steps take more than so many times their prediction, or less than the inverse, is not the
-/// declared part.
+/// A device whose steps take more than this multiple of their prediction, or less than its inverse, is not
+/// the declared part.
 pub const DECLARED_WITHIN: f64 = 4.0;
 
 /// Smaller differences are attributed to the host, and do not count against the part.
@@ -88,9 +88,9 @@ impl Default for Corrections {
 /// Learned factors by which an instance's predictions are multiplied, by size; 1 where they are right.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SizedCorrections {
-    /// Factors for the time of prompts of up to so many tokens as [`PREFILL_SIZES`], and more.
+    /// Factors for the time of prompts of up to each size of [`PREFILL_SIZES`], and of larger ones.
     pub prefill: [f64; 3],
-    /// Factors for the time of decode steps of up to so many sequences as [`STEP_SIZES`], and more.
+    /// Factors for the time of decode steps of up to each size of [`STEP_SIZES`], and of larger ones.
     pub step: [f64; 3],
     /// Factor for the time of KV transfers out of the instance.
     pub transfer: f64,
@@ -121,7 +121,7 @@ impl SizedCorrections {
         self.step[size_class(sequences, STEP_SIZES)]
     }
 
-    /// The corrected time of a step, of which decoding alone is corrected as a decode step.
+    /// The corrected time of a step; its decodes alone are corrected as a decode step.
     pub(crate) fn step_s(
         &self,
         cost: &CostModel,

@@ -1,10 +1,10 @@
-//! Predicts steps of a model whose attention has devices of its own, from the profiles of all.
+//! Predicts steps of a model with attention offload, from the profiles of all devices.
 //!
-//! A step of one batch takes, in the sum of its layers, P of products on the devices with the weights, N of
-//! what crosses, and A of attention on the slowest of the others, one after the other. Of two batches in
-//! flight, each of half the sequences, the one is multiplied while the other is attended to (staggered, as in
-//! Lamina, arXiv 2405.01814). They go around between two machines and a link, each of which serves one at a
-//! time, so that a round of both takes
+//! A step of one batch takes, summed over its layers, P for products on the devices with the weights, N for
+//! the network, and A for attention on the slowest of the other devices, one after the other. Of two batches
+//! in flight, each of half the sequences, one is multiplied while the other attends (staggered, as in Lamina,
+//! arXiv 2405.01814). They alternate between two machines and a link, each of which serves one at a time, so
+//! that a round of both takes
 //!
 //! ```text
 //! max(P1 + P2, A1 + A2, N1 + N2, longest of P + A + N)
@@ -30,7 +30,7 @@ use std::sync::Arc;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LockstepCost {
-    /// What the devices with the weights do; those that share them count as one.
+    /// Work of the devices with the weights; devices that share the layers count as one.
     products: CostModel,
     /// What each of the others does with its own share; equal ones stand once.
     attending: Vec<CostModel>,
@@ -49,7 +49,7 @@ pub struct LockstepCost {
     attending_to: Attending,
 }
 
-/// Whether attention runs beside products, and of which rows.
+/// Whether attention runs beside products, and for which rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Attending {
@@ -110,7 +110,7 @@ impl LockstepCost {
     /// cost of what crosses in a layer. Sequences that are divided by request are taken to be spread evenly.
     ///
     /// # Errors
-    /// When attention has no members of its own, or the predictors are not those of the members.
+    /// If no members are set apart for attention, or the predictors do not match the members.
     pub fn new(
         partition: &Partition,
         (first, products): (&ProfileCost, Arc<StepTables>),
@@ -118,10 +118,10 @@ impl LockstepCost {
         exchange: LinkCost,
         attending_to: Attending,
     ) -> Result<Self, String> {
-        let split = partition.split().ok_or("attention has no members of its own")?;
+        let split = partition.split().ok_or("no members are set apart for attention")?;
         let shares = partition.shares();
         if shares.len() != others.len() + 1 {
-            return Err(format!("{} profiles are not those of {} members", others.len() + 1, shares.len()));
+            return Err(format!("{} profiles for {} members", others.len() + 1, shares.len()));
         }
         let ProfileCost { ref shape, engine, chunk_tokens, .. } = *first;
         let (holders, layers) = (partition.page_holders(), shape.layers());
@@ -163,9 +163,9 @@ impl LockstepCost {
         })
     }
 
-    /// The cost of steps of which one batch takes what was measured, exchanges included, by this project's
-    /// engine. What grows with keys counts as attention and all else as products, so that less is taken to be
-    /// hidden than is.
+    /// The cost of steps whose time for one batch was measured, exchanges included, on this project's
+    /// instances. Time that grows with keys counts as attention and all else as products, which
+    /// underestimates the overlap.
     pub fn measured(whole: Coefficients) -> Self {
         let Coefficients { prefill_s, decode_s } = whole;
         let products = Coefficients {
@@ -237,7 +237,7 @@ impl LockstepCost {
         Some(one.round(&other))
     }
 
-    /// The same where so many devices, all alike, divide the requests.
+    /// The same if the requests are divided evenly over this many equal devices.
     pub(super) fn with_holders(self, holders: u32) -> Self {
         LockstepCost { holders, ..self }
     }
@@ -246,7 +246,8 @@ impl LockstepCost {
         self.sides(parts, batch, (batch, kv_tokens))
     }
 
-    /// What a batch of so many sequences takes, of which others attend to some, with their tokens of context.
+    /// Time of a batch of this many sequences with this context in tokens, whose attention partly runs on
+    /// other devices.
     pub(super) fn sides(&self, parts: &[Prefill], rows: u32, (batch, kv_tokens): (u32, u64)) -> BatchTimes {
         let prompt_rows = f64::from(parts.iter().map(|part| part.tokens).sum::<u32>());
         let (rows_apart, kv_alone) = match self.attending_to.prompts_with_weights {
@@ -293,8 +294,8 @@ impl LockstepCost {
 }
 
 impl CostModel {
-    /// The cost of steps of a model of this shape on devices of these profiles, the first of which has the
-    /// weights while the others attend; steps have up to so many prompt tokens.
+    /// The cost of steps of a model of this shape on devices of these profiles: the first has the weights,
+    /// the others run attention; steps have up to `rows` prompt tokens.
     ///
     /// # Errors
     /// As [`LockstepCost::new`].
@@ -305,7 +306,7 @@ impl CostModel {
         (exchange, how): (LinkCost, Attending),
         chunk_tokens: u32,
     ) -> Result<CostModel, String> {
-        let profile = profiles.first().ok_or("no profiles are not those of any members")?.clone();
+        let profile = profiles.first().ok_or("no profiles are given")?.clone();
         let first = ProfileCost {
             profile,
             shape: shape.clone(),
@@ -517,6 +518,6 @@ mod tests {
         let apart = Partition::attention(&shape, 1, AttnSplit::Head).unwrap();
         assert!(of(&apart, std::slice::from_ref(&profile)).contains("1 profiles"));
         let divided = Partition::even(&shape, 2).unwrap();
-        assert!(of(&divided, &[profile.clone(), profile]).contains("no members of its own"));
+        assert!(of(&divided, &[profile.clone(), profile]).contains("no members are set apart for attention"));
     }
 }

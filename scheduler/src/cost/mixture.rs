@@ -12,7 +12,7 @@ impl ModelShape {
         own * experts.peers() * f64::from(self.hidden) * self.activation.size_bytes().max(2) as f64
     }
 
-    /// Elements of the experts of all layers, of those that a token goes through, and of the shared ones with
+    /// Elements of the experts of all layers, of the experts that a token uses, and of the shared ones with
     /// the gates: matrices only.
     pub(super) fn expert_parameters(&self) -> [u64; 3] {
         let Some(experts) = self.experts else { return [0; 3] };
@@ -20,7 +20,7 @@ impl ModelShape {
         let of = |count: u32| layers * 3 * u64::from(count) * u64::from(experts.intermediate);
         let around = 3 * u64::from(experts.shared) + u64::from(experts.count);
         let held = experts.held.unwrap_or(experts.count);
-        // a token goes through those that are held as often as they are many
+        // a token uses the weights as many times as they are stored
         let active = of(experts.active) * u64::from(held) / u64::from(experts.count.max(1));
         [of(held), active, layers * around]
     }
@@ -103,7 +103,7 @@ mod tests {
             let (drawn, choices) = (most / 400.0, total / 400.0);
             let with = Experts { skew: Scalar(skew as f32), ..experts };
             let formula = with.busiest(choices, members);
-            // a row never chooses an expert twice, which evens out what is drawn a little
+            // a row never chooses an expert twice, which evens out the draws a little
             assert!((drawn / formula - 1.0).abs() < 0.03, "{members} {skew}: {drawn} {formula}");
         }
         assert_eq!(experts.busiest(60.0, 1), 60.0);
@@ -160,7 +160,7 @@ mod tests {
         shape.dense_ops(rows, MemberWork::All, true).stored.iter().map(bytes).sum()
     }
 
-    /// A step of one row reads what is active, a large one everything that is resident.
+    /// A step of one row reads the active experts, a large one all that are resident.
     #[test]
     fn a_step_reads_the_weights_of_touched_experts() {
         for name in ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-120b", "qwen3-next-80b-a3b"] {

@@ -62,7 +62,7 @@ pub enum CostModel {
     Pipeline(Arc<PipelineCost>),
     /// Multiplies another model's times by a factor.
     Scaled(f64, Arc<CostModel>),
-    /// Attention on devices of its own.
+    /// Attention on separate devices.
     Lockstep(Arc<LockstepCost>),
     /// Attention of some sequences on devices of other instances.
     Spare(Arc<SpareCost>),

@@ -1,5 +1,5 @@
-//! Attention on devices of its own: a member with the weights computes everything but attention and keeps no
-//! KV; the others keep the KV, attend to it, and have no weights (Lamina, arXiv 2405.01814).
+//! Attention offload: a member with the weights computes everything but attention and keeps no KV; the other
+//! members keep the KV, run attention on it, and have no weights (Lamina, arXiv 2405.01814).
 //!
 //! Per layer the queries, keys and values of a step's rows go from the first member to the others, and what
 //! they attended to comes back.
@@ -14,21 +14,21 @@ use std::fmt;
 /// Which operations of its share a member runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MemberWork {
-    /// All of them.
+    /// All operations.
     All,
-    /// All but those that read or write KV, of which it keeps none.
+    /// All operations but those that read or write KV; the member keeps none.
     Products,
-    /// Those that read or write KV; it has no weights.
+    /// The operations that read or write KV; the member has no weights.
     Attention,
 }
 
 impl MemberWork {
-    /// Whether operations that neither read nor write KV are among it, for which it has weights.
+    /// Whether this part includes the operations that neither read nor write KV, for which it needs weights.
     pub(super) fn computes(self) -> bool {
         self != MemberWork::Attention
     }
 
-    /// Whether those that do are.
+    /// Whether this part includes the operations that do.
     pub(super) fn attends(self) -> bool {
         self != MemberWork::Products
     }
@@ -87,12 +87,12 @@ impl std::str::FromStr for AttnSplit {
     }
 }
 
-/// Bytes that cross between the member with the weights and those that attend, per token and layer.
+/// Bytes between the member with the weights and the attention members, per token and layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttnBytes {
     /// Queries, keys and values.
     pub out: u64,
-    /// What was attended to.
+    /// The attention output.
     pub back: u64,
 }
 
@@ -103,7 +103,7 @@ impl Partition {
     /// When a member would have nothing, or the model's attention cannot be apart.
     pub fn attention(shape: &ModelShape, workers: u32, split: AttnSplit) -> Result<Self, String> {
         if shape.latent.is_some() {
-            return Err("latent attention is not given devices of its own: all heads share one latent per token, so \
+            return Err("latent attention cannot run on separate devices: all heads share one latent per token, so \
                         that it computes more per byte of KV than a device that is rich in bandwidth can; let one \
                         device run the whole model"
                 .into());
@@ -112,7 +112,7 @@ impl Partition {
             return Err("linear attention and whole experts are not divided over devices yet".into());
         }
         if workers == 0 {
-            return Err("attention on devices of its own needs a device".into());
+            return Err("attention offload needs at least one device for attention".into());
         }
         let group = shape.heads / shape.kv_heads.max(1);
         let heads = match split {
@@ -134,13 +134,13 @@ impl Partition {
         Ok(Partition { shares: std::iter::once(first).chain(attends).collect(), split: Some(split) })
     }
 
-    /// How the KV is divided, where attention has members of its own.
+    /// How the KV is divided, under attention offload.
     pub fn split(&self) -> Option<AttnSplit> {
         self.split
     }
 
-    /// Number of members among which pages of KV are divided, page `p` being page `p / n` of the one with
-    /// number `p % n` of them; 1 if every member that keeps KV has its heads of all pages.
+    /// Number of members among which pages of KV are divided: page `p` is page `p / n` of member `p % n`; 1
+    /// if every member that keeps KV has its heads of all pages.
     pub fn page_holders(&self) -> u32 {
         match self.split {
             None | Some(AttnSplit::Head) => 1,

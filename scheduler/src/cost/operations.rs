@@ -1,4 +1,4 @@
-//! The time of operations, of which a device is given some at a time, as a part of a step.
+//! Time of operations that reach a device a few at a time, as a share of a step's time.
 
 use super::{CostModel, Prefill};
 use mixfleet_hal::OpSig;
@@ -6,9 +6,9 @@ use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::Seconds;
 
 impl CostModel {
-    /// The time of operations of a model of so many layers whose logits have so many columns: the share of a
-    /// step that their layers are. Logits take none, since those of the step are in the time of its layers.
-    /// `None` for operations without either.
+    /// The time of operations of a model with this many layers and logit columns: the time of a step, times
+    /// the share of its layers in the operations. Logits take no time, since the time of a step's layers
+    /// includes them. `None` for operations without layers or logits.
     ///
     /// Prompts in a step are taken to be of equal length, since operations have their sums alone.
     pub fn of_operations(

@@ -1,4 +1,4 @@
-//! How many weights a model has, and how much memory they take.
+//! Number of a model's weights, and their memory.
 
 use super::ModelShape;
 use mixfleet_hal::units::Bytes;

@@ -1,4 +1,4 @@
-//! Who computes what in an instance over several devices.
+//! Division of an instance's work over several devices.
 //!
 //! - Tensor parallelism (Megatron-LM, arXiv 1909.08053): every member has the whole residual stream. It
 //!   projects to its own heads and to its own columns of the MLP, and back to a partial sum of the residual;
@@ -23,7 +23,7 @@ const RUN: u32 = 64;
 pub struct MemberShare {
     /// The member's number.
     pub member: u32,
-    /// Its number among those that divide the same layers. The first of them also adds the residual and the
+    /// Its number among the members that share its layers. The first of them also adds the residual and the
     /// biases of the projections to it, and that of the last stage draws tokens.
     pub rank: u32,
     /// Its layers.
@@ -62,7 +62,7 @@ impl MemberShare {
         }
     }
 
-    /// Whether others that divide its layers have other experts, so that it has all columns of its own.
+    /// Whether other members that share its layers have other experts, so that it has all columns of its own.
     pub fn has_whole_experts(&self) -> bool {
         count(&self.experts) < self.experts_in_all
     }
@@ -72,7 +72,7 @@ impl MemberShare {
         if self.has_whole_experts() { 0..inner } else { Experts::share(inner, &self.inner, whole) }
     }
 
-    /// Whether it is the first of those that divide the same layers.
+    /// Whether it is the first member of those that share its layers.
     pub fn is_first(&self) -> bool {
         self.rank == 0
     }
@@ -107,7 +107,7 @@ impl MemberShare {
 }
 
 impl Experts {
-    /// What a member with this share of a model with `whole` columns of the MLP has of them.
+    /// The member's share of `whole` columns of the MLP.
     fn of_share(self, share: &MemberShare, whole: u32) -> Self {
         let MemberShare { layers, experts, .. } = share;
         Experts {
@@ -133,7 +133,7 @@ pub enum ExpertsBy {
 }
 
 /// The shares of an instance's members: every head, column and row belongs to exactly one of them, and KV
-/// heads to at least one; where attention has members of its own, heads do so among these.
+/// heads to at least one; under attention offload, heads do so among the attention members.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Partition {
     pub(super) shares: Vec<MemberShare>,
@@ -204,7 +204,7 @@ impl Partition {
         Ok(Partition { shares, split: None })
     }
 
-    /// The shares of a stage, the first of which is that of member `first`.
+    /// The shares of a stage; the first is that of member `first`.
     fn stage(
         shape: &ModelShape,
         layers: Range<u32>,

@@ -14,10 +14,10 @@
 //! with the hop h_i of chunk i. This equals the simulated flow shop as long as no hop takes longer than its
 //! chunk's computation; otherwise the longer of the two counts in the sum, and the formula is an upper bound.
 //!
-//! Sequences that decode are divided into as many groups as there are stages, which follow each other round
-//! and round, each in another stage: a group is back at the first stage when all others have passed it and
-//! its tokens have passed all hops. Chunks of prompts go with the groups, and more of them than groups follow
-//! these. A step of all groups takes
+//! Decoding sequences are divided into as many groups as there are stages. The groups follow each other
+//! through the stages, each in another one: a group is back at the first stage when all others have passed it
+//! and its tokens have passed all hops. Chunks of prompts go with the groups, and chunks beyond the number of
+//! groups follow these. A step of all groups takes
 //!
 //! ```text
 //! step = sum c_i + (stages - 1) max h_i
@@ -69,8 +69,8 @@ impl Pieces {
     /// All of a step as one.
     pub const ONE: Pieces = Pieces { chunk_tokens: u32::MAX, groups: 1 };
 
-    /// The pieces of each micro-batch of a step whose parts have so many new tokens, those with one of them
-    /// first: numbers of parts, with ranges of their tokens.
+    /// The pieces of each micro-batch of a step whose parts have these numbers of new tokens, decodes first:
+    /// numbers of parts, with ranges of their tokens.
     pub fn of(self, lengths: &[u32]) -> Vec<Vec<(usize, Range<u32>)>> {
         let decodes = lengths.iter().take_while(|tokens| **tokens == 1).count();
         let groups = (self.groups.max(1) as usize).min(decodes);
@@ -89,7 +89,7 @@ impl Pieces {
         batches
     }
 
-    /// Prompts in chunks of as many rows, whatever prompts they are of.
+    /// Prompts in chunks of equal rows, across prompt boundaries.
     fn chunks(self, lengths: &[u32]) -> Vec<Vec<(usize, Range<u32>)>> {
         let (mut chunks, mut room) = (Vec::<Vec<_>>::new(), 0);
         for (which, &tokens) in lengths.iter().enumerate() {
@@ -177,7 +177,7 @@ impl PipelineCost {
             .0
     }
 
-    /// What the chunks of a step, and so many groups of sequences, take in a stage and on a hop.
+    /// Time of the step's chunks, and of this many groups of sequences, in a stage and on a hop.
     fn times(
         &self,
         parts: &[Prefill],

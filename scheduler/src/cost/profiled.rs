@@ -124,15 +124,14 @@ impl ProfileCost {
         self.all_reduce.map_or(Seconds::ZERO, |all_reduce| all_reduce.of_step(&self.shape, rows))
     }
 
-    /// The model's times as tables; see [`super::CostModel::compiled`]. Times of attention are computed when
-    /// they are asked for. `predictor` was made of the profile: to make one takes as long as the tables of
-    /// several models.
+    /// The model's times as tables; see [`super::CostModel::compiled`]. Times of attention are computed on
+    /// demand. `predictor` was made of the profile: making one takes as long as the tables of several models.
     pub(crate) fn tables(self: &Arc<Self>, predictor: &Arc<Predictor>) -> StepTables {
         self.tables_of(predictor, MemberWork::All, true)
     }
 
-    /// The same of a part of the work. Attention of prompts is among it if `prompts`; that of sequences that
-    /// decode is not among the products, nor is the LM head part of attention.
+    /// The same for a part of the work. Attention of prompts is included if `prompts`; attention of decodes
+    /// is not among the products, and the LM head is not a part of attention.
     pub(super) fn tables_of(
         self: &Arc<Self>,
         predictor: &Arc<Predictor>,

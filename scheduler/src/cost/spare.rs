@@ -2,19 +2,18 @@
 //! and devices that compute prompts keep the rest and attend to it, by request (Adrenaline, arXiv
 //! 2503.20552).
 //!
-//! In the sum of its layers a step takes P of products with weights for all rows, A of attention to its own
-//! sequences, N of what crosses for the others, and A' of attention to these on the device that has the most
-//! of them, which goes on beside A:
+//! In the sum of its layers a step takes P for products with weights for all rows, A for attention to its own
+//! sequences, N for the network, and A' for attention to the remote sequences on the device with the most of
+//! them, which overlaps A:
 //!
 //! ```text
 //! P + max(A, N + n A')
 //! ```
 //!
-//! where n instances have work on that device, this one included. Its time is taken to be shared evenly among
-//! them, one kernel after the other; in turn what it computes for its own instance takes `1 / (1 - u)` times
-//! as long, where the attention of others takes the share `u` of its time. That prompts use arithmetic and
-//! attention bandwidth, so that both may go on at once, is not counted on: it is what Adrenaline gains beyond
-//! this.
+//! where n instances have work on that device, this one included. Its time is assumed to be shared evenly
+//! among them, one kernel after the other; in turn its own instance's work takes `1 / (1 - u)` times as long,
+//! where the attention of other instances takes the share `u` of its time. The model ignores that prompts use
+//! arithmetic while attention uses bandwidth, so that both may overlap: Adrenaline gains that in addition.
 
 use super::lockstep::LockstepCost;
 use super::profiled::ProfileCost;
@@ -26,12 +25,12 @@ use mixfleet_hal::units::Seconds;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// A model on devices with its weights and a part of its KV, the rest of which is on devices of other
+/// A model on devices with its weights and a part of its KV; the rest of the KV is on devices of other
 /// instances.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SpareCost {
-    /// Products, and attention on the devices of others.
+    /// Products, and attention on remote devices.
     apart: LockstepCost,
     /// Attention where the weights are.
     own: CostModel,
@@ -41,7 +40,7 @@ pub struct SpareCost {
     tenants: u32,
 }
 
-/// What an instance has of the devices of others.
+/// The remote devices that an instance uses for attention.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SpareDevices {
@@ -58,15 +57,15 @@ pub struct SpareDevices {
 pub struct Lending {
     /// Number of instances in the pool that attends.
     pub count: u32,
-    /// How many of them attend for one instance.
+    /// Number of remote devices that run attention for one instance.
     pub lenders: u32,
-    /// For how many instances one of them attends at most.
+    /// Maximum number of instances that one remote device serves.
     pub borrowers: u32,
 }
 
 impl Lending {
-    /// Of as many instances that lend as borrow, at least one each: as many lenders to each borrower as all
-    /// can have, or one.
+    /// Of the numbers of lending and borrowing instances, at least one each: as many lenders to each borrower
+    /// as all can have, or one.
     pub fn of(lending: u32, borrowing: u32) -> Self {
         let (count, borrowing) = (lending.max(1), borrowing.max(1));
         let lenders = (count / borrowing).max(1);
@@ -74,14 +73,14 @@ impl Lending {
         Lending { count, lenders, borrowers: to_u32(borrowers) }
     }
 
-    /// Those that attend for the borrower of a number, each by its number.
+    /// The lenders of a borrower, by number.
     pub fn lenders_of(self, borrower: u32) -> impl Iterator<Item = u32> {
         let first = u64::from(borrower) * u64::from(self.lenders);
         (0..self.lenders).map(move |at| to_u32((first + u64::from(at)) % u64::from(self.count)))
     }
 
-    /// The share of room that is lent where none is stated: as in `serve`, what is free on a device is shared
-    /// evenly among those that keep KV there.
+    /// The default share of lent room: as in `serve`, the free memory of a device is shared evenly among the
+    /// instances that keep KV there.
     pub fn even_share(self) -> f64 {
         f64::from(self.borrowers) / (f64::from(self.borrowers) + 1.0)
     }
@@ -113,7 +112,7 @@ impl SpareCost {
         Ok(SpareCost { apart, own, lent: 0.0, tenants: 1 }.on(spare))
     }
 
-    /// The same with more or fewer devices of others.
+    /// The same with more or fewer remote devices.
     #[must_use]
     pub fn on(&self, SpareDevices { devices, lent, tenants }: SpareDevices) -> Self {
         let lent = if devices == 0 { 0.0 } else { lent.clamp(0.0, 1.0) };
@@ -121,7 +120,7 @@ impl SpareCost {
         SpareCost { apart, own: self.own.clone(), lent, tenants: tenants.max(1) }
     }
 
-    /// The same where so many instances have work on the devices of others.
+    /// The same with this many instances that have work on the remote devices.
     #[must_use]
     pub fn among(&self, tenants: u32) -> Self {
         SpareCost { tenants: tenants.max(1), ..self.clone() }
@@ -155,7 +154,7 @@ impl SpareCost {
         Seconds((times.products + own.max(others)).max(times.link))
     }
 
-    /// What a step takes of the time of each of the devices of others.
+    /// Time that a step takes on each of the remote devices.
     fn attends_s(&self, batch: u32, kv_tokens: u64) -> Seconds {
         let apart = self.lent(batch, kv_tokens);
         Seconds(self.apart.sides(&[], batch, apart).attention)
@@ -163,8 +162,8 @@ impl SpareCost {
 }
 
 impl CostModel {
-    /// The same cost where so many instances have work on the devices of others that attend; `None` if there
-    /// are no such devices.
+    /// The same cost with this many instances that have work on the remote devices; `None` if there are no
+    /// remote devices.
     pub fn among(&self, tenants: u32) -> Option<CostModel> {
         match self {
             CostModel::Spare(cost) => Some(CostModel::Spare(Arc::new(cost.among(tenants)))),
@@ -173,7 +172,7 @@ impl CostModel {
         }
     }
 
-    /// The same cost with other devices of others that attend; as it is if there are no such devices.
+    /// The same cost with other remote devices; unchanged if there are none.
     #[must_use]
     pub fn on_spare(&self, spare: SpareDevices) -> CostModel {
         match self {
@@ -183,8 +182,8 @@ impl CostModel {
         }
     }
 
-    /// The share of its time that each of the devices of others spends on attention while steps of this batch
-    /// follow each other; 0 if there are no such devices.
+    /// The share of its time that each remote device spends on attention during consecutive steps of this
+    /// batch; 0 if there are no remote devices.
     pub fn spare_share(&self, batch: u32, kv_tokens: u64) -> f64 {
         match self {
             CostModel::Spare(cost) if batch > 0 => {
@@ -199,7 +198,7 @@ impl CostModel {
     /// The cost of steps on a device of whose time others take a share.
     #[must_use]
     pub fn beside(self: &Arc<Self>, share: f64) -> Arc<CostModel> {
-        /// What is left to an instance however much others take.
+        /// The share left to an instance at least.
         const LEAST: f64 = 0.01;
         match share > 0.0 {
             true => Arc::new(CostModel::Scaled(1.0 / (1.0 - share).max(LEAST), self.clone())),

@@ -113,12 +113,12 @@ impl Grid {
         Grid { axes: axes.into_iter().map(Axis::from).collect(), values: Values::Known(values) }
     }
 
-    /// A grid that is 0 everywhere, of so many axes.
+    /// A grid of zeros with these axes.
     pub(super) fn zero(axes: usize) -> Self {
         Grid::checked(vec![vec![0.0]; axes], vec![0.0])
     }
 
-    /// Tabulates a function of two numbers, which is called once for each value that is asked for.
+    /// Tabulates a function of two numbers, which is called once for each queried value.
     pub(super) fn of_two(
         first: Vec<u32>,
         second: Vec<u32>,
@@ -147,7 +147,7 @@ impl Grid {
         &self.axes[axis].knots
     }
 
-    /// The value at `point`, of which coordinates beyond the last knots count as these.
+    /// The value at `point`; coordinates beyond the last knots are clamped.
     pub(super) fn at_most<const D: usize>(&self, point: [f64; D]) -> f64 {
         let last = |axis: usize| self.axes[axis].knots.last().copied().unwrap_or(0.0);
         let inside: [f64; D] = std::array::from_fn(|axis| point[axis].min(last(axis)));

@@ -3,7 +3,7 @@ use super::*;
 use crate::kv::Tier;
 use proptest::prelude::*;
 
-/// A policy and a seed of what happens in a fleet of so many instances.
+/// A policy and a seed of the events in a fleet of this many instances.
 fn worlds() -> impl Strategy<Value = (Policy, u64, u32)> {
     let policies = proptest::sample::select(vec![
         Policy::Random,
@@ -29,7 +29,7 @@ fn instances(seed: u64, count: u32) -> Vec<Instance> {
     (0..count).map(one).collect()
 }
 
-/// Where 30 requests of a few documents go, some of which end meanwhile.
+/// Places 30 requests of a few documents, some of which end in between; returns the placements.
 fn placements(
     (policy, seed, pull): (Policy, u64, bool),
     instances: Vec<Instance>,

@@ -21,15 +21,15 @@ pub enum Role {
     Prefill,
     /// It only generates tokens.
     Decode,
-    /// It does whatever the scores decide.
+    /// It prefills and decodes, as the scores decide.
     #[default]
     Auto,
-    /// It computes nothing: it keeps KV that others computed, and lends it (a KV node).
+    /// It computes nothing: it keeps KV computed by others, and lends it (a KV node).
     Kv,
 }
 
 impl Role {
-    /// All of them.
+    /// All roles.
     pub const ALL: [Role; 4] = [Role::Prefill, Role::Decode, Role::Auto, Role::Kv];
 
     /// Its name, as on a command line.
@@ -105,8 +105,8 @@ pub struct Instance {
 }
 
 impl Instance {
-    /// The tokens of all layers that take as much memory as a sequence of `tokens` does here, of which a
-    /// block may be used in part.
+    /// The tokens of all layers that take as much memory as a sequence of `tokens` does here; the last block
+    /// may be used in part.
     pub fn tokens_held(&self, tokens: u64) -> u64 {
         self.kv_parts.tokens_held(tokens, self.kv_block_tokens)
     }
@@ -116,8 +116,8 @@ impl Instance {
         self.kv_parts.block_tokens_held(tokens, self.kv_block_tokens)
     }
 
-    /// What is sent to it of the `computed` tokens of a prompt of `prompt` tokens that it decodes: as many
-    /// tokens of all layers.
+    /// Number of the `computed` tokens of a prompt of `prompt` tokens that are sent to it for decoding: as
+    /// many tokens of all layers.
     pub fn tokens_sent(&self, computed: &Range<u32>, prompt: u32) -> f64 {
         let computed = u64::from(computed.start)..u64::from(computed.end);
         self.kv_parts.tokens_sent(&computed, prompt.into(), self.kv_block_tokens)
@@ -133,15 +133,14 @@ impl Instance {
         (self.kv_block_tokens, self.kv_dtype) == (chain.block_tokens, chain.kv_dtype)
     }
 
-    /// Its blocks have the same keys as those of `other`, so that one can take over what the other holds as
-    /// it is.
+    /// Its blocks have the same keys as those of `other`, so that one can use the other's blocks as they are.
     pub fn has_blocks_like(&self, other: &Instance) -> bool {
         (self.kv_block_tokens, self.kv_dtype) == (other.kv_block_tokens, other.kv_dtype)
     }
 }
 
-/// The size of the pieces in which `new_tokens` of a prompt are computed, in steps of at most so many; 0 if
-/// that is not known.
+/// The size of the pieces in which `new_tokens` of a prompt are computed, in steps of at most this many; 0 if
+/// unknown.
 pub(super) fn piece(new_tokens: u32, step_tokens_max: u32) -> u32 {
     if step_tokens_max == 0 { new_tokens } else { new_tokens.min(step_tokens_max) }
 }
@@ -162,7 +161,7 @@ pub struct Link {
 pub struct Pull {
     /// The instance that holds it.
     pub from: InstanceId,
-    /// Tokens to copy, which follow those that the prefill instance holds itself.
+    /// Tokens to copy, which follow those that the prefill instance holds.
     pub tokens: u32,
 }
 
@@ -200,8 +199,7 @@ pub struct Arrival {
     /// The objective of the request.
     #[serde(default)]
     pub objective: Objective,
-    /// It goes ahead of the place that its objective gives it by so much, or behind it if this is below 0; up
-    /// to [`HEAD_START_MAX`].
+    /// Shift of its due time in seconds: earlier if positive, later if negative; up to [`HEAD_START_MAX`].
     #[serde(default)]
     pub head_start: Seconds,
     /// The party whose share of the fleet it uses.
@@ -216,12 +214,12 @@ pub struct Arrival {
 }
 
 impl Arrival {
-    /// Whether an instance may have the part of it for which a role `can`.
+    /// Whether an instance may run the part of the request for which a role `can`.
     pub(super) fn may_use(&self, instance: &Instance, can: fn(Role) -> bool) -> bool {
         self.may_use_role(instance.role, can) && !self.exclude.contains(&instance.id)
     }
 
-    /// Whether instances of a role may have the part of it for which a role `can`.
+    /// Whether instances of a role may run the part of the request for which a role `can`.
     pub(super) fn may_use_role(&self, role: Role, can: fn(Role) -> bool) -> bool {
         match self.division {
             RequestDivision::Undivided => role.computes(),
@@ -250,7 +248,7 @@ pub enum RequestDivision {
     ByRole,
     /// The same, but these share it with no other one.
     NotAmong(Vec<InstanceId>),
-    /// One instance computes all of it, whatever its role is.
+    /// One instance computes all of it, in any role.
     Undivided,
 }
 
@@ -260,8 +258,8 @@ impl RequestDivision {
     }
 }
 
-/// Nobody goes further ahead of his place in the order, or behind it: a request is overtaken only by those
-/// that come before it is due, or so soon after.
+/// Bounds head starts and penalties: a request is overtaken only by requests that arrive before it is due, or
+/// within this time after.
 pub const HEAD_START_MAX: Seconds = Seconds(3600.0);
 
 /// When the answer of a request is wanted.
@@ -436,8 +434,8 @@ pub enum Action {
         decode: InstanceId,
         /// A prefix that is copied to the prefill instance first.
         pull: Option<Pull>,
-        /// When it is wanted: instances begin prompts in the order of their due times, equal ones as they
-        /// came. It is fixed on arrival, so that nobody is overtaken for ever.
+        /// Due time: instances begin prompts in the order of their due times, equal ones in order of arrival.
+        /// It is fixed on arrival, so that no request is overtaken for ever.
         urgency: Urgency,
         /// All candidates with their terms.
         explanation: Box<Explanation>,
@@ -480,7 +478,7 @@ pub enum Action {
     /// the request that shows the need, or responds to an offer. A copy that does not arrive, or finds no
     /// room, is dropped: nothing waits for it.
     Replicate {
-        /// The instance that holds all of it.
+        /// The instance that holds all of the prefix.
         from: InstanceId,
         /// The instance that receives it.
         to: InstanceId,

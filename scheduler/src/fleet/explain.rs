@@ -35,8 +35,8 @@ pub struct Explanation {
     pub output_tokens: u32,
     /// Number of instances that were up.
     pub instances: u32,
-    /// Number of parties with requests in work, with this request's: it has one of so many shares, which
-    /// its wait in queues allows for. 0 if its party is not known.
+    /// Number of parties with requests in progress, including this request's: the request gets one share of
+    /// this many, which its predicted wait allows for. 0 if its party is unknown.
     #[serde(default)]
     pub parties: u32,
     /// The placements that the policy finally compared: all pairs in a small fleet, the best few in a large
@@ -118,8 +118,8 @@ pub struct Terms {
     /// predicted in the order of scores until a candidate meets the objectives; for the other candidates the
     /// current batch's step is assumed.
     pub ends_s: f64,
-    /// Mean time of its decode steps, in the batch predicted for the end of its prefill, with what other
-    /// requests' KV takes of them that lands meanwhile.
+    /// Mean time of its decode steps, in the batch predicted for the end of its prefill, including the delay
+    /// by other requests' KV that lands during them.
     pub tbt_s: f64,
     /// A bound that its TBT, as the objective measures it, will probably not exceed: the longest likely step
     /// while it decodes, with requests that were accepted before it and land after it and what their KV takes
@@ -128,11 +128,11 @@ pub struct Terms {
     pub tbt_peak_s: f64,
     /// Time of a step in the current batch.
     pub tbt_now_s: f64,
-    /// Delay that it causes to other requests: those that decode where it prefills, and those that decode
-    /// where it decodes, whose steps its KV takes time from as it lands.
+    /// Delay that it causes to other requests: to those that decode where it prefills, and to those that
+    /// decode where it decodes, whose steps its landing KV delays.
     pub delay_s: f64,
-    /// By how much its prompt would make an answer that decodes where it prefills miss its TBT objective, at
-    /// most; 0 if none.
+    /// The most by which its prompt would make an answer on its prefill instance miss its TBT objective; 0 if
+    /// none.
     #[serde(default)]
     pub overrun_s: f64,
     /// Price of the device time that it uses, times the share of the instances that have work, and of its
@@ -222,7 +222,7 @@ pub enum Term {
 }
 
 impl Terms {
-    /// Predicted TTFT and mean time of a further token, as they would be without what was learned.
+    /// Predicted TTFT and mean time of a further token, without learned corrections.
     pub fn uncorrected_s(&self) -> [f64; 2] {
         let Corrections { prefill, step, .. } = self.corrections;
         let prompts = (self.queue_s + self.prefill_s) / prefill;

@@ -167,12 +167,12 @@ pub(super) struct Likely {
     kv_tokens: f64,
     /// Variances of their number and of their tokens.
     variance: [f64; 2],
-    /// Number and tokens of all that will have begun, however many of them will have ended.
+    /// Number and tokens of all requests that will have begun, including those that will have ended.
     most: [f64; 2],
 }
 
 impl Likely {
-    /// The mean, plus so many standard deviations: where more requests go on, there are more of their tokens.
+    /// The mean, plus this many standard deviations: the longer requests run, the more tokens they have.
     pub(super) fn batch(&self, deviations: f64) -> Batch {
         let [more_sequences, more_tokens] = self.variance.map(|variance| deviations * variance.sqrt());
         let sequences = (self.sequences + more_sequences).min(self.most[0]);

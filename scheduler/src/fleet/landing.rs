@@ -33,8 +33,8 @@ impl KvLandings {
 }
 
 impl Fleet {
-    /// KV of so many bytes that lands where a request decodes, while a prefill of `prefill` elsewhere
-    /// computes it; nothing where both are one instance.
+    /// `bytes` bytes of KV that land where a request decodes, while a prefill of `prefill` elsewhere computes
+    /// them; nothing if both are one instance.
     pub(super) fn lands(&self, (from, to): (usize, usize), bytes: Bytes, prefill: Seconds) -> KvCopy {
         let (from, to) = (&self.loads[from], &self.loads[to]);
         self.link(from, to).map_or(KvCopy::default(), |link| KvCopy {

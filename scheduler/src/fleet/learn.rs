@@ -1,5 +1,5 @@
-//! The fleet's view of corrections ([`crate::cost::Corrections`]): what steps and transfers of which instance
-//! are learnt from, and what follows for its queue.
+//! The fleet's use of corrections ([`crate::cost::Corrections`]): which steps and transfers they are learnt
+//! from, and how they change an instance's queue.
 
 use super::load::{Load, Phase, Work, Works};
 use super::{Fleet, InstanceId};

@@ -1,4 +1,4 @@
-//! The lengths of answers, learned from those that ended.
+//! The lengths of answers, learned from completed ones.
 //!
 //! Each class of requests has a histogram over logarithmic buckets (8 per octave) of the lengths of its last
 //! thousand or two answers. It gives the expected rest of an answer of a given length, and the probability
@@ -144,8 +144,8 @@ fn bucket(tokens: u32) -> usize {
     ((octave << PER_OCTAVE_LOG2) + (tokens >> octave)) as usize
 }
 
-/// The bucket of a fractional length; the last one for all beyond. From 8 on the exponent gives the octave
-/// and the first bits of the fraction the eighth of it: two cycles instead of ten with integers.
+/// The bucket of a fractional length; the last one for all longer answers. From 8 on the exponent gives the
+/// octave and the first bits of the fraction the eighth of it: two cycles instead of ten with integers.
 fn bucket_at(tokens: f64) -> usize {
     const FRACTION_BITS: u32 = f64::MANTISSA_DIGITS - 1;
     const STEPS: u64 = 1 << PER_OCTAVE_LOG2;
@@ -198,7 +198,7 @@ mod tests {
         assert_eq!(lengths.mean(4), 256, "another class has not been seen");
         let seen = lengths.of(3).unwrap();
         assert!((seen.beyond(100.0) / seen.beyond(0.0) - 0.1).abs() < 0.01);
-        assert!(seen.beyond(600.0) / seen.beyond(100.0) > 0.98, "who got beyond 20 goes to 1000");
+        assert!(seen.beyond(600.0) / seen.beyond(100.0) > 0.98, "answers beyond 20 reach 1000");
         assert!(seen.beyond(f64::from(u32::MAX)) >= 0.0);
         for share in [0.9, 0.5, 0.2, 0.05] {
             let length = seen.exceeded_by(share, 10.0);

@@ -106,8 +106,8 @@ fn a_prefix_in_a_lower_tier_counts_and_has_to_be_loaded_first() {
     close(terms.pull_s, 0.1);
     close(terms.prefill_s, 0.1);
     close(terms.ttft_s, 0.2);
-    // the queue hides nothing of it: a load begins when its sequence gets its blocks; what has left the disk
-    // must be computed
+    // the queue hides none of it: a load begins when its sequence gets its blocks; blocks that have left the
+    // disk must be recomputed
     let gone =
         Event::KvEvicted { instance: InstanceId(2), hashes: hashes(7, 400)[20..].to_vec(), tier: Tier::Ssd };
     act(&mut f, 0.0, gone);

@@ -160,11 +160,11 @@ pub(super) struct Load {
     moved_at: Seconds,
     /// Requests that decode here, or will, in order of their ids.
     seats: Vec<Seat>,
-    /// Those that decode now.
+    /// The decoding requests.
     batch: Batch,
-    /// Those that do not decode yet, with their prompts.
+    /// The requests that do not decode yet, with their prompts.
     waiting: Batch,
-    /// All of them at their assumed final lengths.
+    /// All requests at their assumed final lengths.
     pub(super) committed: Batch,
     /// Sum of the squares of their assumed answers' lengths.
     answers_squared: f64,
@@ -230,7 +230,7 @@ impl Load {
         u64::from(tokens.div_ceil(self.spec.prefill_tokens_beside_decode_max.unwrap_or(1).max(1)))
     }
 
-    /// Number of steps for so many chunks beside the current decodes.
+    /// Number of steps for this many chunks beside the current decodes.
     pub(super) fn steps(&self, chunks: u64) -> u64 {
         let Batch { sequences, kv_tokens } = self.batch;
         if self.spec.prefill_tokens_beside_decode_max.is_some() || sequences == 0 {
@@ -501,15 +501,15 @@ impl Load {
         Some((still + sequences).min(sequences * u64::from(output_tokens)))
     }
 
-    /// How much its memory binds with a sequence of `tokens` more, from 0 while at most half of it is
-    /// promised to 1 when it is full.
+    /// How much its memory binds with a sequence of `tokens` more: 0 while at most half of it is promised, 1
+    /// when it is full.
     pub(super) fn memory_binds(&self, tokens: u64) -> f64 {
         let promised = (self.promised + self.spec.tokens_held(tokens)) as f64;
         binds(promised, self.spec.kv_capacity_tokens)
     }
 
-    /// Whether `tokens` of one request fit if it is empty: all of them in all layers, since a preempted
-    /// sequence is admitted again as a whole.
+    /// Whether `tokens` of one request fit into the empty instance: all tokens in all layers, since a
+    /// preempted sequence is admitted again as a whole.
     pub(super) fn fits(&self, tokens: u64) -> bool {
         let block = u64::from(self.spec.kv_block_tokens.max(1));
         tokens.div_ceil(block) * block <= self.spec.kv_capacity_tokens

@@ -105,7 +105,7 @@ pub(super) struct AnswerRow {
     pub(super) kv_tokens: u64,
     /// Tokens of memory that they will then hold.
     pub(super) promised: u64,
-    /// Time of a step of them all.
+    /// Time of a step of all decoding requests.
     pub(super) step: Seconds,
     pub(super) capacity_tokens: u64,
 }
@@ -190,7 +190,7 @@ impl Loads {
         self.make_rows();
     }
 
-    /// Notes that an instance is measured, or tried, after so many placements.
+    /// Records that an instance is measured, or tried, after this many placements.
     pub(super) fn measured_after(&mut self, at: usize, placed: u64) {
         self.all[at].measured_after = placed;
     }

@@ -60,7 +60,7 @@ fn longest_tenth() -> f64 {
 pub struct FleetConfig {
     /// KV bytes of a token in the wire layout, in all layers.
     pub kv_bytes_per_token: u64,
-    /// Number of layers, one by one of which KV is sent over a link.
+    /// Number of layers; KV is sent over a link one layer at a time.
     pub layers: u32,
     /// Maximum requests in progress; further ones are rejected.
     pub requests_max: usize,
@@ -71,7 +71,7 @@ pub struct FleetConfig {
     pub ttft_slo: Option<Seconds>,
     /// Maximum predicted TBT of a request; others are rejected.
     pub tbt_slo: Option<Seconds>,
-    /// Share of a request's gaps, the longest ones, whose mean is its TBT: 1 for all of them.
+    /// Share of a request's gaps, the longest ones, whose mean is its TBT: 1 for all gaps.
     #[serde(default = "longest_tenth")]
     pub tbt_share: f64,
     /// Value of a second of waiting in dollars; by default the price of a second of the average instance.
@@ -388,7 +388,7 @@ impl Fleet {
         }
     }
 
-    /// Reserves the links out of one instance and into another for so many bytes of KV.
+    /// Reserves the links out of one instance and into another for this many bytes of KV.
     fn occupy(&mut self, now: Seconds, from: usize, to: usize, bytes: Bytes) {
         let Some(link) = self.link(&self.loads[from], &self.loads[to]) else { return };
         let time = link.time(bytes);

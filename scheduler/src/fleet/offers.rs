@@ -8,10 +8,10 @@
 //!             and, where there are prices, w * (prefill - way back) > price of the traffic both ways
 //! ```
 //!
-//! A device gives up what it computed long ago, so a node takes it before, while it is still on the device:
-//! what is evicted later is then on the node already. The node that holds at least half of the prefix takes
+//! A device evicts blocks long after it computed them, so a node takes a copy early, while the block is still
+//! on the device: a later eviction then loses nothing. The node that holds at least half of the prefix takes
 //! the rest; new prefixes are spread over all nodes by their keys. Nothing is taken while a copy that begins
-//! with the same missing block is on its way. What a node gives up for it is not counted.
+//! with the same missing block is in flight. The cost of evictions on the node is not counted.
 
 use super::explain::ScoreUnit;
 use super::load::Load;
@@ -21,17 +21,17 @@ use crate::kv::{BlockHash, Prefixes};
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::units::Seconds;
 
-/// Time for which a copy may wait for its links. Its blocks are in use meanwhile.
+/// Time for which a copy may wait for its links. Its blocks stay in use until then.
 const PATIENCE: Seconds = Seconds(1.0);
 /// A copy is given up after this many times the predicted time, plus a second.
 const LATE: f64 = 2.0;
 
-/// Copies to KV nodes on their way: the node, the first block of each, and when it is given up.
+/// Copies to KV nodes in flight: the node, the first block of each, and when it is given up.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Offers(Vec<(InstanceId, BlockHash, Seconds)>);
 
 impl Offers {
-    /// Whether a copy to `node` that begins with this block is on its way.
+    /// Whether a copy to `node` that begins with this block is in flight.
     fn has(&mut self, now: Seconds, node: InstanceId, first: BlockHash) -> bool {
         self.0.retain(|&(.., until)| until >= now);
         self.0.iter().any(|&(to, block, _)| (to, block) == (node, first))

@@ -123,7 +123,7 @@ impl Fleet {
                         tbt_slo: self.config.tbt_slo,
                         generated: 0,
                         stalls: Stalls::default(),
-                        // How much of it is sent there is not told.
+                        // The bytes sent there are unknown.
                         lands: KvCopy::default(),
                     };
                     self.loads.change(at, |load| load.seat_of_others(seat, generated));

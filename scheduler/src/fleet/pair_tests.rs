@@ -67,7 +67,7 @@ fn kv_that_lands_while_an_answer_decodes_makes_its_steps_longer() {
     close(with.ends_s - without.ends_s, 50.0 * 0.2 * 1.01e-2);
     // The longest five steps of these have all that they can lose.
     close(with.tbt_peak_s - without.tbt_peak_s, 0.25 * 1.01e-2);
-    // What lands of its own takes 20 ms of the first one's steps.
+    // KV that lands for it takes 20 ms of the first one's steps.
     close(with.delay_s - without.delay_s, 0.02);
 }
 

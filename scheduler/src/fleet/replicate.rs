@@ -12,12 +12,12 @@
 //! each time, so that none of its prefixes is used twice; requests with a common system prompt, or document,
 //! differ at the same block.
 //!
-//! `misses` counts the requests, faded, that were placed on an instance without the prefix, and `miss_s` is
+//! `misses` counts the requests, decayed, that were placed on an instance without the prefix, and `miss_s` is
 //! the loss of each: predicted prefill and exposed pull, less its prefill with the prefix there. The demand
 //! of the next `memory` seconds is expected to equal that of the last. A miss leaves a copy by itself, so
-//! that an earlier copy saves one of them. `waited_s` counts the seconds, faded, that requests queued for a
+//! that an earlier copy saves one of them. `waited_s` counts the seconds, decayed, that requests queued for a
 //! holder while another instance could have started earlier with the prefix: one more holder takes its share
-//! of them. What a copy evicts from a full cache is not counted.
+//! of them. The cost of evictions from a full cache is not counted.
 //!
 //! Everything is decided when a request arrives, for the prefix that it uses; there is no clock. One copy of
 //! a prefix is in progress at a time, and each further copy needs later losses of its own.
@@ -249,7 +249,7 @@ impl Fleet {
             && spec.has_blocks_like(&self.loads[shared.holder].spec)
             && spec.kv_capacity_tokens >= u64::from(shared.tokens)
             && question.cached_on(at) < shared.tokens
-            // A copy joins what the devices hold, not what would have to be loaded first.
+            // A copy extends the prefix on devices, not the part that would have to be loaded first.
             && question.loading_on(at) <= Seconds::ZERO
     }
 

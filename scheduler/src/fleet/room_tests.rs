@@ -1,4 +1,4 @@
-//! Decoders without room: whoever shall decode there waits for it before the prompt is computed.
+//! Decoders without room: a request waits for room there before its prompt is computed.
 
 use super::tests::{act, arrival, arrive, config, fleet, instance};
 use super::*;
@@ -77,14 +77,15 @@ fn a_hand_off_waits_for_what_its_ways_have_to_move() {
     for candidate in &explanation.candidates {
         let terms = candidate.terms.expect("possible");
         let free = candidate.prefill.0 == 2 && candidate.decode.0 == 4;
-        // the first one's 300 tokens, then its own 100, all after its prompt; or the last layers of its own
+        // the first one's 300 tokens, then its own 100, all after its prompt; or only the last layers of its
+        // own
         let ends_s = if free {
             0.1 + cost.exposed(fleet.kv_bytes(100), fleet.config.layers, Seconds(0.1)).0
         } else {
             1.2 + 0.4
         };
         assert!((terms.ttft_s + terms.transfer_s - ends_s).abs() < 1e-9, "{candidate:?}");
-        // a gap of its own among the five longest, where it was looked at
+        // a gap among its five longest, at the time of the check
         if free {
             assert!((terms.tbt_peak_s - terms.tbt_s - terms.transfer_s / 5.0).abs() < 1e-3, "{terms:?}");
         }

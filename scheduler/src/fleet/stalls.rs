@@ -1,8 +1,8 @@
 //! What prompts do to the TBT of answers beside which they run.
 //!
-//! Where prompts are sized to the objectives of the answers beside them, no step is too long. Where they fill
-//! steps up whatever decodes, each makes a few gaps of all answers long, and only so many fit into the share
-//! of gaps by which TBT is measured.
+//! If prompts are sized to the objectives of the answers beside them, no step is too long. If prompts fill
+//! steps regardless of decodes, each makes a few gaps of all answers long, and the share of gaps by which TBT
+//! is measured leaves room for only a few.
 
 use super::load::Load;
 use mixfleet_hal::units::Seconds;
@@ -39,8 +39,8 @@ impl Load {
         }
     }
 
-    /// By how much another prompt would make an answer here miss its TBT objective that meets it without:
-    /// the most of them, if there is one. TBT is the mean of the longest `share` of an answer's gaps.
+    /// By how much another prompt would make an answer here miss its TBT objective, if it is met without: the
+    /// maximum over answers, if any. TBT is the mean of the longest `share` of an answer's gaps.
     pub(super) fn overruns(&self, stalls: Stalls, share: f64) -> Option<Seconds> {
         let step = self.step(self.everyone());
         let over = self.seats().iter().filter_map(|seat| {

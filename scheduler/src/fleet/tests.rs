@@ -114,7 +114,7 @@ fn terms_are_the_formulas() {
     let action = arrive(&mut f, 0.1, arrival(2, 200, 2));
     let terms = placed(&action).2.chosen().unwrap().terms.unwrap();
     assert_eq!((terms.cached_tokens, terms.transfer_tokens), (50, 200));
-    close(terms.queue_s, 0.2); // 300 tokens, 0.1 s of which have passed
+    close(terms.queue_s, 0.2); // 300 tokens; 0.1 s of them have passed
     close(terms.prefill_s, 0.15);
     // 200 kB over 1 MB/s take 0.2 s in 10 layers: the link is slower than prefill.
     close(terms.transfer_s, 0.015 + 0.2 - 0.15);
@@ -189,7 +189,7 @@ fn the_cheap_device_is_taken_if_prices_say_so_and_waiting_is_cheap() {
     let (prefill, decode, explanation) = placed(&action);
     assert_eq!((prefill, decode), (1, 1));
     let terms = explanation.chosen().unwrap().terms.unwrap();
-    // 0.0001 $/s for 1 s of prefill and 50 steps of 20.2 ms, of two instances one of which has work.
+    // 0.0001 $/s for 1 s of prefill and 50 steps of 20.2 ms, on two instances one of which has work.
     close(explanation.busy_share, 0.5);
     close(terms.busy_usd, 0.5 * 1e-4 * (1.0 + 50.0 * 0.0202));
     close(terms.score, terms.busy_usd);
@@ -320,7 +320,7 @@ fn a_late_first_token_is_rejected_and_a_retry_at_the_promised_time_is_not() {
     close(retry, 0.5);
     rejected(&arrive(&mut f, retry - 1e-3, arrival(2, 1_000, 2)));
     placed(&arrive(&mut f, retry + 1e-9, arrival(2, 1_000, 2)));
-    // What was accepted once is not turned away again.
+    // An accepted request is not rejected later.
     let replay = Arrival { replay: Some(Seconds(retry)), ..arrival(3, 1_000, 3) };
     placed(&arrive(&mut f, retry, replay));
 }
@@ -416,7 +416,7 @@ fn a_replayed_request_keeps_its_place_in_the_order() {
     let lost = act(&mut f, 2.0, Event::InstanceDown { instance: InstanceId(1) });
     assert_eq!(lost.len(), 2);
     act(&mut f, 2.0, Event::InstanceUp(instance(1, Role::Auto, 1e-3, 1e-2)));
-    // two that came later are there already; the first of them runs
+    // two later ones are there already; the first of them runs
     arrive(&mut f, 2.0, arrival(3, 1_000, 3));
     arrive(&mut f, 2.0, arrival(4, 1_000, 4));
     // the running one gives way after its step of 100 tokens
@@ -490,7 +490,7 @@ fn prompt_rows_beside_decodes_are_expected_to_be_what_the_tightest_objective_lea
         step_tokens_max: 512,
         ..instance(1, Role::Auto, 1e-4, 1e-2)
     };
-    // 512 rows take 51.2 ms; nine tenths of the objective have room for so many tiles of 16
+    // 512 rows take 51.2 ms; nine tenths of the objective have room for this many tiles of 16
     for (tbt_s, rows) in [(0.2, 511.0), (0.04, 352.0), (0.005, 16.0)] {
         let config = FleetConfig { tbt_slo: Some(Seconds(tbt_s)), admission: Admission::None, ..config() };
         let mut f = fleet(config, vec![sized.clone()]);
@@ -534,7 +534,7 @@ fn of_a_prompt_that_gives_way_only_the_step_in_progress_is_ahead() {
     let terms = placed(&after).2.candidates[0].terms.unwrap();
     close(terms.queue_s, 0.07);
     close(terms.ttft_s, 0.07 + 0.2);
-    // and then who came before; the prompt itself goes on when they are done
+    // and then earlier arrivals; the prompt itself goes on when they are done
     close(queue_s(&mut f, 0.05), 0.05 + 0.2);
     act(&mut f, 0.1, Event::PrefillProgress { request: 1, instance: InstanceId(1), tokens: 100 });
     close(queue_s(&mut f, 0.15), 0.15);
@@ -552,7 +552,7 @@ fn the_queue_shrinks_with_time_progress_and_departures() {
     arrive(&mut f, 0.0, arrival(2, 300, 2));
     close(queue_s(&mut f, 0.0), 0.7);
     close(queue_s(&mut f, 0.1), 0.6);
-    // Overdue work is taken to end any moment; what waits behind it is not shortened.
+    // Overdue work is assumed to end at any moment; the wait behind it is not shortened.
     close(queue_s(&mut f, 5.0), 0.3);
     act(&mut f, 5.0, Event::PrefillProgress { request: 1, instance: one, tokens: 300 });
     close(queue_s(&mut f, 5.0), 0.4);

@@ -15,10 +15,11 @@ use mixfleet_hal::random::Stream;
 /// Placements elsewhere after which an instance without a measurement is tried.
 const TRIED_AFTER: u64 = 16;
 
-/// One in so many placements may be a trial, by chance, so that routers do not try the same at once.
+/// One in this many placements may be a trial, by chance, so that routers do not try the same instance
+/// together.
 const ONE_IN: u64 = 4;
 
-/// So many mean placements' time may be spent on one trial, at most.
+/// Maximum time spent on one trial, in mean placements' times.
 const SAVED_MAX: f64 = 16.0;
 
 /// The weight of the latest placement in the mean time.

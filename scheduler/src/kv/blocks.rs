@@ -32,8 +32,8 @@ const BESIDE: usize = 3;
 
 /// Blocks of a run whose memory is read at once, ahead of comparing them.
 const STRIP: usize = 64;
-/// Of a long chain that lies in pieces, each key of so many is looked up together with others: pieces are
-/// mostly longer, so that the next one is found beside its sample.
+/// For a long chain stored in pieces, every n-th key is looked up ahead of the others: pieces are mostly
+/// longer than that, so that the next piece is found beside its sample.
 const SAMPLE_STEP: usize = 32;
 const SAMPLES: usize = 8;
 
@@ -56,8 +56,8 @@ fn is(block: &Block, searched: BlockHash) -> bool {
     key(block) == searched && set(block) != EMPTY
 }
 
-/// The first of `want` free positions in a row, from `from` on; those that follow `from` itself need not be
-/// so many, since they continue what is there.
+/// The first of `want` free positions in a row, from `from` on; a run that begins at `from` itself may be
+/// shorter, since it continues the chain there.
 fn hole(blocks: &[Block], from: usize, want: usize) -> Option<usize> {
     let mut at = from;
     loop {
@@ -70,7 +70,7 @@ fn hole(blocks: &[Block], from: usize, want: usize) -> Option<usize> {
     }
 }
 
-/// Reads the memory of the first strip of `run`, one word in each cache line.
+/// Reads the memory of the first strip of `run`, one element in each cache line.
 fn touch_strip(run: &[Block]) {
     let strip = &run[..run.len().min(STRIP)];
     // Keeps the compiler from removing the reads, which only make cache misses overlap.
@@ -92,7 +92,7 @@ impl Default for Samples {
 }
 
 impl Samples {
-    /// The position of key `at` if it lies before the next sample as in the chain.
+    /// The position of key `at` if it is before the next sample as in the chain.
     fn before(&self, blocks: &Blocks, keys: &[BlockHash], at: usize) -> Option<u32> {
         let number = (at - self.first).div_ceil(SAMPLE_STEP);
         let place = *self.places.get(number).filter(|place| **place != NONE)?;
@@ -236,8 +236,8 @@ impl Blocks {
     pub(super) fn update(&mut self, keys: &[BlockHash], removes: bool, mut change: impl FnMut(u32) -> u32) {
         let (mut near, mut left) = (NONE, keys.len());
         for keys in keys.chunks(AHEAD) {
-            // The table is queried only for blocks that are not adjacent, and updated for those that come or
-            // go.
+            // The table is queried only for blocks that are not adjacent, and updated for added and removed
+            // ones.
             if removes || self.beside(near, keys[0]).is_none() {
                 self.touch(keys);
             }
@@ -313,7 +313,7 @@ impl Blocks {
     }
 
     /// The first free position from `fill` on in its chunk with `want` in a row, or the first one of another
-    /// chunk, where any will do if none has so many.
+    /// chunk; any free position if none has that many.
     fn next_free(&mut self, want: usize) -> u32 {
         let mut from = self.fill as usize % CHUNK;
         let mut number = self.fill as usize / CHUNK;

@@ -324,7 +324,7 @@ impl BlockCache {
         }
     }
 
-    /// Puts the recorded entries back on their shelves, the deepest first, so that it is the oldest of them.
+    /// Puts the recorded entries back on their shelves, the deepest first, so that it is the oldest.
     fn end_use(&mut self) {
         while let Some(id) = self.chain.pop() {
             if id != NONE {

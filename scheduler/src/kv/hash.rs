@@ -4,7 +4,7 @@
 //! = XXH3-64(key[i-1] LE, local[i] LE, S)`: the form that public KV event indexers use, so that theirs and
 //! ours can be compared. S is derived from the fleet's secret and the namespace.
 //!
-//! XXH3 is not cryptographic and prompts choose what is hashed. The secret makes collisions hard to
+//! XXH3 is not cryptographic and prompts determine the hashed content. The secret makes collisions hard to
 //! construct; code that reuses KV on a hit compares the token ids as well.
 
 use mixfleet_hal::DType;
@@ -36,7 +36,7 @@ pub struct PrefixHasher {
 }
 
 impl PrefixHasher {
-    /// The hasher of `namespace` under the fleet's `secret` (any length; 16 random bytes suffice).
+    /// The hasher of `namespace` under the fleet's `secret` (any length; 16 random bytes are enough).
     pub fn new(secret: &[u8], namespace: &Namespace) -> Self {
         let mut framed = Vec::new();
         // The length prefixes distinguish ("ab", "c") from ("a", "bc").
@@ -58,7 +58,7 @@ impl PrefixHasher {
         PrefixHasher { seed: XxHash3_64::oneshot(&framed) }
     }
 
-    /// The hasher of an open namespace: whoever is told its number computes the same keys.
+    /// The hasher of an open namespace: every process that knows its number computes the same keys.
     pub fn open(namespace: u64) -> Self {
         PrefixHasher { seed: namespace }
     }

@@ -243,7 +243,8 @@ impl PrefixIndex {
         }
     }
 
-    /// The number of the first missing change of `instance`, which counts as holding nothing meanwhile.
+    /// The number of the first missing change of `instance`, which counts as holding nothing until it
+    /// arrives.
     pub fn missing(&self, instance: InstanceId) -> Option<u64> {
         let known = self.instances.get(&instance)?;
         (known.next < known.seen).then_some(known.next)
@@ -357,8 +358,8 @@ impl PrefixIndex {
         }
     }
 
-    /// Those who hold the first `blocks` blocks, which have the set `first`. Alive are those of them who are
-    /// among `next`.
+    /// The holders of the first `blocks` blocks, whose set is `first`. Holders that are among `next` stay
+    /// alive.
     fn first_holders(
         &self,
         first: u32,
@@ -372,7 +373,7 @@ impl PrefixIndex {
         for member in members {
             if let Holder::Counts(instance) = self.holders[member.holder() as usize] {
                 let fastest = member.fastest();
-                // in one piece: what is written in parts and then read as a whole waits
+                // in one piece: reading a value as a whole after writing it in parts stalls
                 let blocks = [0, 1, 2].map(|tier| if tier == fastest { blocks } else { 0 });
                 found.push(Prefix { instance, blocks });
             }
@@ -383,7 +384,7 @@ impl PrefixIndex {
             let Some(member) = rest.first() else { return };
             let Holder::Counts(instance) = self.holders[same.holder() as usize] else { continue };
             if member.holder() == same.holder() {
-                // where everyone counts, members and what is found lie alike
+                // if all members count, the member and result sets have the same layout
                 let at = members.len() - rest.len();
                 let is_it = |prefix: &Prefix| prefix.instance == instance;
                 let place =

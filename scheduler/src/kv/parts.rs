@@ -27,7 +27,7 @@ pub struct PageParts {
 pub struct LayerPages {
     /// The parts.
     pub parts: PageParts,
-    /// For each layer its part, and its place among the layers of it.
+    /// For each layer its part, and its place among that part's layers.
     pub layers: Vec<(u32, u32)>,
 }
 
@@ -58,15 +58,15 @@ impl PageParts {
         })
     }
 
-    /// What is sent of the `computed` tokens of a prompt of `prompt` tokens to an instance with such pages
-    /// that decodes it: as many tokens of all layers.
+    /// Number of the `computed` tokens of a prompt of `prompt` tokens that are sent to a decode instance with
+    /// such pages: as many tokens of all layers.
     pub fn tokens_sent(&self, computed: &Range<u64>, prompt: u64, block_tokens: u32) -> f64 {
         let sent =
             |kept: Range<u64>| kept.end.min(computed.end).saturating_sub(kept.start.max(computed.start));
         self.kept(prompt, block_tokens).map(sent).sum::<u64>() as f64 / f64::from(self.count())
     }
 
-    /// Pages that a sequence of `tokens` tokens holds once they are computed, in blocks of so many tokens.
+    /// Pages that a sequence of `tokens` computed tokens holds, in blocks of this many tokens.
     pub fn pages_held(&self, tokens: u64, block_tokens: u32) -> u64 {
         let block = u64::from(block_tokens.max(1));
         self.kept(tokens, block_tokens).map(|kept| kept.end.div_ceil(block) - kept.start / block).sum()
@@ -148,8 +148,8 @@ impl LayerPages {
         kept.map_or(0, |kept| to_u32(kept.start))
     }
 
-    /// Keys that the layers hold together of a sequence of `tokens` tokens, one for each token and layer:
-    /// what another instance is sent that goes on with it.
+    /// Keys that the layers together hold of a sequence of `tokens` tokens, one for each token and layer: the
+    /// amount sent to an instance that continues it.
     pub fn layer_tokens_held(&self, tokens: u64, block_tokens: u32) -> u64 {
         let kept: u64 = self.parts.kept(tokens, block_tokens).map(|kept| kept.end - kept.start).sum();
         kept * u64::from(self.part_layers())
@@ -160,7 +160,7 @@ impl LayerPages {
         to_u32(self.layers.len()) / self.parts.count()
     }
 
-    /// Keys in a page of so many tokens, one for each of them in each of its layers.
+    /// Keys in a page of this many tokens, one for each token in each of the part's layers.
     pub fn page_layer_tokens(&self, block_tokens: u32) -> u64 {
         u64::from(self.part_layers()) * u64::from(block_tokens)
     }
@@ -193,7 +193,7 @@ mod tests {
         assert_eq!(parts(&[W, FULL, W, FULL]), (vec![FULL, W], vec![(1, 0), (0, 0), (1, 1), (0, 1)]));
         assert_eq!(parts(&[W, W, FULL]), (vec![FULL, W, W], vec![(1, 0), (2, 0), (0, 0)]));
         assert_eq!(parts(&[W; 2]), (vec![W], vec![(0, 0), (0, 1)]));
-        // what is never left is no window, and one layer among many is not worth a page for each
+        // a window as long as the context is none, and one layer among many is not worth separate pages
         assert_eq!(parts(&[Some(1000), FULL]).0, [FULL]);
         assert_eq!(parts(&[vec![W; 8], vec![FULL]].concat()).0, [FULL]);
     }

@@ -11,7 +11,7 @@ use super::BlockHash;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::random::mix;
 
-/// Spreads keys over the whole range, whatever they are (a trace's are small numbers).
+/// Spreads keys over the whole range, even small consecutive numbers as in a trace.
 pub(super) fn spread(key: BlockHash) -> u64 {
     mix(key.0)
 }
@@ -155,7 +155,7 @@ impl Segment {
     fn rebuild(&mut self) {
         let old = std::mem::take(&mut self.slots);
         self.homes = to_u32((u64::from(self.entries) * 5 / 4 + 2).min(u64::from(u32::MAX)));
-        // Room for what the last entries usually spill; more than that reallocates.
+        // Usual overflow of the last entries; more than that reallocates.
         self.slots.reserve_exact(self.homes as usize + 8);
         self.slots.resize(self.homes as usize, Entry::default());
         let mut next = 0;

@@ -15,7 +15,7 @@ impl LayerOps<'_> {
         }
     }
 
-    /// Pushes what a layer computes from what was attended to, to the residual stream.
+    /// Pushes the operations of a layer from the attention output to the residual stream.
     pub fn attention_outputs(&self, sizes: &AttentionSizes, ops: &mut impl OpSink) {
         if let Some(latent) = &self.shape.latent {
             self.lower(latent, sizes.lifted(), ops);
@@ -67,7 +67,7 @@ impl LayerOps<'_> {
         }
     }
 
-    /// The projection of what was attended to.
+    /// The output projection.
     pub(crate) fn attention_sum(&self, tokens: u32, ops: &mut impl OpSink) {
         let heads = self.shape.heads;
         let (from, columns) = match &self.shape.latent {
@@ -94,7 +94,7 @@ impl LayerOps<'_> {
         }
     }
 
-    /// The KV of so many rows.
+    /// The KV of `rows` rows.
     pub(crate) fn write(&self, tokens: u32, ops: &mut impl OpSink) {
         if tokens == 0 {
             return;
@@ -168,7 +168,7 @@ impl LayerOps<'_> {
         ops.push(self.prefill_sig((which, window), (kv, sizes.prefill_pages_max), sizes), &args);
     }
 
-    /// Attention of prompts over KV in pages, of which a row of the block table has so many.
+    /// Attention of prompts over paged KV; a row of the block table has this many pages.
     pub(crate) fn prefill_sig(
         &self,
         (which, window): (usize, Option<u32>),

@@ -52,7 +52,7 @@ impl ModelShape {
         all
     }
 
-    /// Those that a device needs to attend for others.
+    /// Buffers that a device needs to run attention for others.
     pub fn attention_buffers(&self, room: BufferRoom) -> [(Activation, u64); 6] {
         use Activation as A;
         let BufferRoom { tokens, decodes, .. } = room;
@@ -62,7 +62,7 @@ impl ModelShape {
             Some(latent) => latent.kv_rank.into(),
             None => u64::from(kv.kv_heads) * u64::from(kv.head_dim),
         };
-        // with latents, whole queries are where what is attended to comes later
+        // with latents, whole queries use the place of the later attention output
         let attended = self.latent.map_or(kv.head_dim, |latent| latent.kv_rank.max(latent.query()));
         [
             (A::Q, tokens * of_heads(kv.head_dim) * x),
@@ -92,8 +92,8 @@ impl ModelShape {
         all
     }
 
-    /// Keys and values that are made of latents, in pages, and what is between: latents of a piece, keys and
-    /// values of it, and these before they are padded; and the factors of scores.
+    /// Keys and values expanded from latents, in pages, and their intermediates: latents of a piece, keys and
+    /// values of it, and these before padding; and the factors of scores.
     fn expanded_buffers(&self, latent: &LatentAttention) -> [(Activation, u64); 8] {
         use Activation as A;
         let (heads, x) = (u64::from(self.heads), self.activation.size_bytes());

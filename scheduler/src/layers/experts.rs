@@ -34,7 +34,7 @@ pub struct Experts {
     /// Whether quantised formats apply to the experts alone, as in the published weights of gpt-oss.
     #[serde(default)]
     pub quantised_alone: bool,
-    /// Whether a gate of its own scales what the shared experts make of a row (Qwen2-MoE).
+    /// Whether a gate scales the shared experts' output for each row (Qwen2-MoE).
     #[serde(default)]
     pub shared_gate: bool,
     /// Whether an expert's gate and up are one matrix, all of its matrices and the router have biases, and
@@ -64,7 +64,7 @@ pub struct Experts {
     pub skew: Scalar,
 }
 
-/// The expected greatest of so many independent normal numbers of mean 0 and deviation 1, from one on.
+/// The expected maximum of this many independent normal numbers of mean 0 and deviation 1, from one on.
 const GREATEST_OF: [f64; 8] = [0.0, 0.564, 0.846, 1.029, 1.163, 1.267, 1.352, 1.424];
 
 const fn none() -> Scalar {
@@ -76,7 +76,7 @@ const fn one() -> u32 {
 }
 
 impl Experts {
-    /// `count` experts with `intermediate` inner rows in every layer, of which a token goes through `active`.
+    /// `count` experts with `intermediate` inner rows in every layer; a token uses `active` of them.
     pub const fn new(count: u32, active: u32, intermediate: u32) -> Self {
         Experts {
             count,
@@ -99,10 +99,10 @@ impl Experts {
 
     /// Choices of the busiest of `members`, each with an equal share of the experts, of `choices` of all.
     ///
-    /// A member with a share p of the experts has a mean of `c p` of c choices. Which it has deviates by
-    /// `c p (1 - p)` as c draws do, and by `(c p)^2 skew^2 (1 - p) / held` since its own `held` experts are
-    /// chosen more or less often than others in the long run; these are variances. The greatest of `members`
-    /// such numbers lies about as many deviations above the mean as that of normal ones.
+    /// A member with a share p of the experts gets a mean of `c p` of c choices. Its variance is `c p (1 -
+    /// p)`, as of c draws, plus `(c p)^2 skew^2 (1 - p) / held`, since its `held` experts are chosen more or
+    /// less often than others in the long run. The maximum of `members` such numbers is about as many
+    /// deviations above the mean as that of normal ones.
     pub fn busiest(&self, choices: f64, members: u32) -> f64 {
         let part = 1.0 / f64::from(members.max(1));
         let (mean, held) = (choices * part, (f64::from(self.count) * part).max(1.0));
@@ -235,7 +235,7 @@ impl LayerOps<'_> {
             (true, false) => self.plain_mlp(tokens, &shared, self.adds, ops),
             (false, _) => {}
         }
-        // what comes first replaces the residual
+        // the first term replaces the residual
         self.routed(&experts, tokens, self.adds || experts.shared > 0, ops);
     }
 
@@ -331,7 +331,7 @@ impl LayerOps<'_> {
             let bytes = choices * u64::from(hidden) * x.size_bytes();
             ops.push(OpSig::Fill { bytes, word: 0 }, &[made.into()]);
         }
-        // where members divide the columns of experts, the first of them adds the bias
+        // where members share the columns of experts, the first of them adds the bias
         let down_bias = bias(Weight::ExpertDownBias, self.adds || is_share);
         self.by_expert(
             experts,
@@ -343,7 +343,7 @@ impl LayerOps<'_> {
         self.combine(tokens, experts.active, adds, ops);
     }
 
-    /// A product by experts of rows in one buffer to those of another.
+    /// A product by experts, from rows in one buffer to rows in another.
     fn by_expert(
         &self,
         experts: &Experts,
@@ -366,7 +366,7 @@ impl LayerOps<'_> {
         ops.push(sig, &args);
     }
 
-    /// The sum of what a row's choices made of it.
+    /// The weighted sum of a row's expert outputs.
     fn combine(&self, tokens: u32, active: u32, accumulate: bool, ops: &mut impl OpSink) {
         let ModelShape { hidden: cols, activation: x, .. } = *self.shape;
         let args = [Activation::Made, Activation::ChoiceWeights, Activation::Residual].map(OpArg::from);

@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 /// that a step of prompts without earlier chunks always has room.
 pub const EXPANDED_TOKENS: u32 = 8192;
 
-/// Tokens whose latents are expanded at a time, which bounds what is between latents and keys.
+/// Tokens whose latents are expanded at a time, which bounds the intermediate buffers.
 const PIECE_TOKENS: u32 = 1024;
 
 /// The lengths of multi-head latent attention.
@@ -71,8 +71,8 @@ impl LatentAttention {
         self.nope + self.rope
     }
 
-    /// The same where prompts of a model with such contexts may be expanded, if lengths are as that needs:
-    /// values no longer than keys, keys no longer than what is stored, and that in pairs.
+    /// The same if prompts of a model with such contexts may be expanded, which needs these lengths: values
+    /// no longer than keys, keys no longer than the stored latents, and those of even length.
     #[must_use]
     pub fn expanding(self, context_max: u32) -> Self {
         let can = self.v <= self.query() && self.nope <= self.kv_rank && self.stored().is_multiple_of(2);
@@ -118,12 +118,12 @@ impl LatentAttention {
         PIECE_TOKENS.min(self.expanded_tokens)
     }
 
-    /// The keys and values of so many heads that are made of latents.
+    /// The keys and values of this many heads, expanded from latents.
     pub fn expanded_kv(&self, heads: u32, page_tokens: u32, dtype: DType) -> KvShape {
         KvShape { kv_heads: heads, head_dim: self.query(), page_tokens, dtype, latent: None }
     }
 
-    /// Elements of the matrix that makes keys of all heads, which stands beside those of the checkpoint.
+    /// Elements of the matrix that computes keys of all heads, kept beside those of the checkpoint.
     pub fn key_elements(&self, heads: u32) -> u64 {
         let all = u64::from(heads) * u64::from(self.query()) * u64::from(self.stored());
         if self.expanded_tokens > 0 { all } else { 0 }
@@ -186,7 +186,7 @@ impl LayerOps<'_> {
         ops.push(sig, &[from.into(), by.into(), to.into()]);
     }
 
-    /// From normed rows to queries, and to what is stored.
+    /// From normed rows to queries, and to the stored latents.
     pub(super) fn latent_rows(&self, latent: &LatentAttention, tokens: u32, ops: &mut impl OpSink) {
         let ModelShape { hidden, heads, activation: x, .. } = *self.shape;
         let LatentAttention { q_rank, kv_rank, nope, rope: length, .. } = *latent;
@@ -338,7 +338,7 @@ impl LayerOps<'_> {
         }
     }
 
-    /// Pushes what takes values out of what expanded prompts attended to.
+    /// Pushes the extraction of values from the attention output of expanded prompts.
     pub(crate) fn cut_values(&self, latent: &LatentAttention, sizes: &AttentionSizes, ops: &mut impl OpSink) {
         let rows = (sizes.tokens - sizes.lifted()) * self.shape.heads;
         if rows > 0 {
@@ -348,8 +348,8 @@ impl LayerOps<'_> {
         }
     }
 
-    /// Pushes what makes keys and values of the latents that prompts see, piece by piece, and their attention
-    /// to these.
+    /// Pushes the expansion of keys and values from the latents that prompts see, piece by piece, and the
+    /// attention to them.
     pub(crate) fn attend_expanded(
         &self,
         latent: &LatentAttention,

@@ -82,7 +82,7 @@ impl ModelShape {
         self.linear.map_or(self.layers(), |linear| linear.full(self.layers()))
     }
 
-    /// Bytes that a sequence takes whatever its length: the states of linear attention.
+    /// Bytes that a sequence takes at any length: the states of linear attention.
     pub fn state_bytes(&self) -> u64 {
         let layers = u64::from(self.layers() - self.full_layers());
         self.linear.map_or(0, |linear| layers * linear.state_bytes())
@@ -117,7 +117,7 @@ impl LayerOps<'_> {
         self.linear_states(linear, to_u32(parts.len()), ops);
     }
 
-    /// Pushes what reads and writes the states of so many sequences.
+    /// Pushes the operations that read and write the states of this many sequences.
     pub(crate) fn linear_states(&self, linear: &LinearAttention, sequences: u32, ops: &mut impl OpSink) {
         let bytes = u64::from(sequences) * linear.state_bytes();
         ops.push(OpSig::Copy { bytes }, &UNNAMED);

@@ -38,7 +38,7 @@ pub struct LayerConstants {
 }
 
 impl Default for LayerConstants {
-    /// Those of no model, for counting; alpha and limit are gpt-oss's.
+    /// Placeholder values, for counting; alpha and limit are gpt-oss's.
     fn default() -> Self {
         let clamp = [Scalar(1.702), Scalar(7.0)];
         LayerConstants { eps: Scalar(1e-6), clamp, score_scale: Scalar(1.0), first_expert: 0 }

@@ -17,7 +17,7 @@ pub enum OpArg {
     From(Activation, u64),
     /// A weight of the layer, or of the model.
     Weight(Weight),
-    /// What the device is told of the step.
+    /// Inputs of a step on the device.
     Table(StepTable),
     /// The pools of the layer's KV: of keys and values, or of latents.
     Pools,
@@ -49,7 +49,7 @@ impl From<StepTable> for OpArg {
     }
 }
 
-/// A buffer of activations, which layers share. Of what is in the dtype of activations unless noted.
+/// A buffer of activations, shared by layers. In the dtype of activations unless noted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// `[tokens, hidden]` f32.
@@ -105,7 +105,7 @@ pub enum Activation {
     HeadOrder,
     /// `[heads + 1]` u32: where the rows of heads begin.
     HeadStarts,
-    /// `[piece, kv_rank + rope]`: what is stored of tokens whose latents are expanded.
+    /// `[piece, kv_rank + rope]`: the stored rows of tokens whose latents are expanded.
     PieceStored,
     /// `[piece, kv_rank]`.
     PieceLatents,
@@ -157,7 +157,7 @@ pub enum Weight {
     QDownNorm,
     KvDown,
     KvNorm,
-    /// Up-projections of latents, where keys and values of all tokens are made of them.
+    /// Up-projections of latents, used where the keys and values of all tokens are expanded.
     KvUp,
     Lift,
     Lower,
@@ -212,7 +212,7 @@ impl Weight {
     }
 }
 
-/// What a device is told of a step, and what it returns of it.
+/// Inputs and outputs of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StepTable {
     /// `[tokens]` u32: tokens.
@@ -235,7 +235,7 @@ pub enum StepTable {
     PrefillPages,
     /// Slots of a piece of the latents that are expanded.
     PieceFrom(u32),
-    /// Slots of the keys that are made of it.
+    /// Slots of the expanded keys.
     PieceTo(u32),
     /// Block tables of the keys that are made.
     ExpandedPages,
@@ -247,7 +247,7 @@ pub enum StepTable {
     HistoryStarts,
     /// `[history, 2]` u32.
     History,
-    /// `[rows, 4]` u32: what was drawn.
+    /// `[rows, 4]` u32: the drawn tokens.
     Drawn,
     /// `[rows, tops, 2]` u32: the best tokens.
     Tops,

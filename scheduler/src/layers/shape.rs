@@ -45,7 +45,7 @@ pub struct ModelShape {
     /// Whether q and k are normalised per head before rope (Qwen3).
     #[serde(default)]
     pub qk_norm: bool,
-    /// The part of each head that is rotated, unless it is all of it (GLM-4-MoE).
+    /// The rotated part of each head, unless it is all of it (GLM-4-MoE).
     #[serde(default)]
     pub rotary: Option<RotaryPart>,
     /// Whether each head of attention has a sink (gpt-oss).
@@ -123,8 +123,8 @@ impl ModelShape {
         self.sequence_bytes_in(&LayerPages::whole(self.full_layers()), tokens)
     }
 
-    /// Bytes that are sent of a sequence of `tokens` tokens to an instance that goes on with it and whose
-    /// layers keep their window alone.
+    /// Bytes of a sequence of `tokens` tokens that are sent to an instance that continues it and whose
+    /// windowed layers keep only their window.
     pub fn sent_bytes(&self, tokens: u32) -> u64 {
         let held = self.window_pages().layer_tokens_held(tokens.into(), self.page_tokens);
         held * self.kv_bytes_per_layer() + self.state_bytes()
@@ -179,7 +179,7 @@ impl ModelShape {
         }
     }
 
-    /// Checks that [`ModelShape::split`] is even; the error names what is not.
+    /// Checks that [`ModelShape::split`] is even; the error names the uneven dimension.
     pub fn check_split(&self, devices: u32) -> Result<(), String> {
         let even = |name: &str, count: u32| {
             if devices > 0 && count.is_multiple_of(devices) {

@@ -11,7 +11,7 @@ pub struct Prefill {
     pub context: u32,
     /// Number of tokens to compute.
     pub tokens: u32,
-    /// Whether the prompt ends with it: its last row goes through the LM head and draws a token.
+    /// Whether it is the last chunk of the prompt: its last row goes through the LM head and draws a token.
     pub last: bool,
 }
 
@@ -24,7 +24,7 @@ pub struct AttentionSizes {
     pub written: u32,
     /// Rows that have one token of a sequence; they come first.
     pub decodes: u32,
-    /// The first so many of the decodes, whose other keys are elsewhere.
+    /// The number of leading decodes whose other keys are on other devices.
     pub partial: u32,
     /// Sequences with more tokens.
     pub prefills: u32,
@@ -59,7 +59,7 @@ pub struct DrawSizes {
 }
 
 impl AttentionSizes {
-    /// The first so many rows attend to what is stored; the others to keys that are made of latents.
+    /// The number of leading rows that attend to stored latents; the others attend to expanded keys.
     pub fn lifted(&self) -> u32 {
         if self.expanded_pages_max.is_some() { self.decodes } else { self.tokens }
     }

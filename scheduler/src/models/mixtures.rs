@@ -1,4 +1,4 @@
-//! Mixtures of experts, with whatever attention they have, by family and size.
+//! Mixtures of experts, with any kind of attention, by family and size.
 //!
 //! `head_dim` and `kv_heads` of models with latent attention stand as their configurations have them, and
 //! nothing depends on them.
@@ -16,7 +16,7 @@ const LATENT: LatentAttention = LatentAttention {
     expanded_tokens: EXPANDED_TOKENS,
 };
 
-/// The layers of DeepSeek-V3 and of models made of it.
+/// The layers of DeepSeek-V3 and of models derived from it.
 const DEEPSEEK_V3: KnownModel = dense("deepseek-v3", 671.03, [61, 7168, 18432, 128, 128, 192, 129_280])
     .latent(LATENT)
     .experts(37.0, Experts { shared: 2048, dense_layers: 3, ..Experts::new(256, 8, 2048) });

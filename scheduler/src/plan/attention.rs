@@ -1,4 +1,4 @@
-//! The cheapest fleets whose attention has devices of its own.
+//! The cheapest fleets with attention offload.
 //!
 //! Such an instance has the weights on devices of a part that is cheap by arithmetic, which compute prompts
 //! too, and its KV on as many of another, cheap by bandwidth, as pay: [`ProductsKind`] says what it carries.
@@ -26,7 +26,7 @@ const ATTENDING: [u32; 5] = [2, 4, 8, 16, 32];
 /// Instances that may be rented for a duty, by index.
 type OfDuty<'a> = (&'a MarketKind, usize);
 
-/// The instances of a market whose attention has devices of its own.
+/// The instances of a market with attention offload.
 ///
 /// # Errors
 /// Why there are none.
@@ -102,14 +102,14 @@ impl MarketKind {
 }
 
 impl Market {
-    /// Instances whose attention has devices of its own.
+    /// Instances with attention offload.
     pub(super) fn apart_kinds(&self) -> impl Iterator<Item = &MarketKind> {
         self.apart.iter().flatten()
     }
 
-    /// The fleets in which all answers are decoded by instances whose attention has devices of its own: the
-    /// cheapest by rates, and the cheapest in which prompts have instances of their own, if that is another,
-    /// since prompts wait for each other where they are computed between decode steps.
+    /// The fleets in which all answers are decoded by instances with attention offload: the cheapest by
+    /// rates, and the cheapest in which prompts have separate instances, if that is another, since prompts
+    /// wait for each other where they are computed between decode steps.
     ///
     /// # Errors
     /// Why there is none.
@@ -174,7 +174,7 @@ impl Market {
         Ok(FormedFleet { form: FleetForm::Free, stored, usd_per_hour, pools })
     }
 
-    /// Those that are cheapest for some class; beside parts of which there are only so many, the next ones.
+    /// The cheapest ones for some class; for parts of limited number, also the next cheapest.
     fn cheapest_for_each_class<'a>(&self, all: Vec<OfDuty<'a>>) -> Vec<OfDuty<'a>> {
         let rent =
             |of: &MarketKind| of.takes().map(|(part, devices)| self.rent(part, devices).0).sum::<f64>();

@@ -10,9 +10,9 @@
 //!           each stage of each class is done, but for the requests that may be left unserved
 //! ```
 //!
-//! A kind is left out where whole instances of another do all that it does, at no higher rent. The load is
-//! that of the whole time, or that of its densest span if that asks for more: what arrives within a span must
-//! be done when the last answer that begins in it must be.
+//! A kind is omitted if whole instances of another do the same work at no higher rent. The load is that of
+//! the whole time, or that of its densest span if that needs more: requests that arrive within a span must be
+//! done when the last answer that begins in it must be.
 
 use super::linear::Solver;
 use super::market::{DUTIES, Market, SEARCH};
@@ -41,7 +41,7 @@ struct Span {
 }
 
 impl Market {
-    /// The rent below which there is no fleet of whole instances for the load, nor for any span of `slots`.
+    /// The rent below which no fleet of whole instances carries the load, nor any span of `slots`.
     ///
     /// # Errors
     /// As for [`Market::lower_bound`].
@@ -51,7 +51,7 @@ impl Market {
         slots: Option<&LoadSlots>,
     ) -> Result<UsdPerHour, Unplanned> {
         let divided = self.lower_bound(solver)?;
-        // what is owned costs nothing, be it whole or not
+        // owned parts cost nothing, whole or divided
         if self.ask.parts.iter().any(|offer| offer.owned > 0) {
             return Ok(divided);
         }
@@ -59,14 +59,14 @@ impl Market {
         let all = Span { rates, unserved: self.left_out_max() };
         let kinds = self.undominated();
         let bounds = std::iter::once(all).chain(slots.and_then(|slots| self.densest(slots))).map(|span| {
-            // a load that cannot be served is told by the divided bound
+            // the divided bound reports a load that cannot be served
             let fleet = self.program_of_span(&kinds, &span).solve(solver, SEARCH);
             fleet.map_or(divided, |fleet| fleet.lower_bound)
         });
         Ok(bounds.fold(divided, UsdPerHour::max))
     }
 
-    /// Kinds of which no others do the same for no more rent.
+    /// Kinds that no others replace at the same or a lower rent.
     fn undominated(&self) -> Vec<&MarketKind> {
         let all: Vec<&MarketKind> = self.kinds.iter().chain(self.apart_kinds()).collect();
         let rents: Vec<f64> = all.iter().map(|of| self.rent_of_kind(of)).collect();
@@ -130,7 +130,7 @@ impl Market {
         let stock = self.ask.parts.iter().enumerate();
         let stock: Vec<(usize, f64)> =
             stock.filter_map(|(part, offer)| Some((part, offer.most?.into()))).collect();
-        // the last ceiling, and the last rentable, are for what is left unserved
+        // the last ceiling, and the last rentable, stand for unserved load
         let mosts = stock.iter().map(|(_, most)| *most).chain([span.unserved]);
         let ceiling =
             |most: f64| Ceiling { name: String::new(), most: most.max(1e-9), usd_per_hour: UsdPerHour(0.0) };
@@ -174,14 +174,14 @@ impl Market {
 }
 
 impl LoadSlots {
-    /// Time in which what arrives within so many slots must be done.
+    /// Time within which the requests of this many slots must be done.
     fn seconds(&self, slots: usize) -> f64 {
         self.slot.0 * slots as f64 + self.answer.0
     }
 }
 
 impl MarketKind {
-    /// Whether so many instances of it do all that one of `other` does, as fast.
+    /// Whether this many instances of it do all the work of one of `other`, as fast.
     fn does_all_of(&self, other: &MarketKind, times: f64) -> bool {
         let pairs = self.loads.iter().flatten().zip(other.loads.iter().flatten());
         pairs.into_iter().all(|pair| match pair {

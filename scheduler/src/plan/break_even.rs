@@ -1,7 +1,7 @@
 //! The price at which a part would enter or leave the cheapest fleet.
 //!
 //! Both are one number: where the cheapest fleet with the part costs as much as the cheapest one without it.
-//! Fleets are those that programs find of one or two parts at the other parts' prices; nothing is simulated.
+//! Fleets are the programs' optima over one or two parts at the other parts' prices; nothing is simulated.
 
 use super::linear::Solver;
 use super::market::Market;

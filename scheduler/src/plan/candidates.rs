@@ -9,10 +9,9 @@
 //! whole      m step(b, b s, b n / m) / b       likewise, with the rows of prompts that b answers call for
 //! ```
 //!
-//! Attention may be on devices of its own in the instance; the step is then that of
-//! [`LockstepCost`], and their memory is what holds KV. Waiting is not counted: an
-//! instance that is always busy has a queue without end, so these loads make a lower bound, and a plan
-//! divides them by the utilisation that it allows.
+//! With attention offload the step is that of [`LockstepCost`], and the attention devices' memory holds the
+//! KV. Waiting is not counted: an instance that is always busy has an endless queue, so these loads make a
+//! lower bound, and a plan divides them by the utilisation that it allows.
 
 use super::layouts::{InstanceLayout, LayoutExperts};
 use super::program::Duty;
@@ -100,7 +99,7 @@ pub struct AttendingKind {
     pages_divided: bool,
 }
 
-/// What devices with the weights are and do, whatever devices attend for them.
+/// Devices with the weights: their rates, with any attention devices.
 #[derive(Clone, Debug)]
 pub struct ProductsKind {
     instance: InstanceKind,
@@ -175,8 +174,8 @@ impl InstanceKind {
         }
     }
 
-    /// Devices of a part that share all layers and keep a part of the KV, the rest of which will be on
-    /// devices `others` of other instances; what crosses between them has the bandwidth of `network`.
+    /// Devices of a part that share all layers and keep a part of the KV; the rest will be on `others`
+    /// devices of other instances, over the bandwidth of `network`.
     ///
     /// # Errors
     /// Why the model cannot be divided so.
@@ -243,8 +242,8 @@ impl InstanceKind {
         }
     }
 
-    /// The share of its time that each device of others which attends for it spends on that, while it decodes
-    /// as many requests of a size as [`InstanceKind::carries`] says.
+    /// The share of its time that each remote attention device spends on this instance, while the instance
+    /// decodes as many requests of a size as [`InstanceKind::carries`] says.
     pub fn takes_of_others(&self, size: &RequestSize, batch: u32) -> f64 {
         self.cost.spare_share(batch, u64::from(batch) * u64::from(size.context()))
     }
@@ -254,8 +253,8 @@ impl InstanceKind {
         self.sequences(tokens) > 0
     }
 
-    /// The least time to the first token of a request, and the least between its tokens: alone, whatever the
-    /// objectives.
+    /// The least time to the first token of a request, and the least between its tokens: alone on the
+    /// instance, under any objectives.
     ///
     /// # Errors
     /// When memory does not hold it.
@@ -321,7 +320,7 @@ impl InstanceKind {
     fn sequences(&self, tokens: u32) -> u32 {
         let beside = self.memory(&self.profile, self.layout.devices) - self.weights.0;
         let (room, copies) = match &self.attending {
-            // what has no room for the weights has none for KV
+            // without room for the weights there is none for KV
             Some(_) if beside < 0.0 => (0.0, 1.0),
             Some(others) => (self.memory(&others.profile, others.devices), others.copies),
             None => (beside, self.shape.kv_copies(self.layout.per_stage())),
@@ -332,8 +331,7 @@ impl InstanceKind {
         to_u32(to_u64(all).min(self.sequences_max.into()))
     }
 
-    /// Whether its pages are of all layers, as those of stages of layers and those that are divided among
-    /// devices are.
+    /// Whether its pages hold all layers; pages of pipeline stages and of divided pages do.
     fn has_whole_pages(&self) -> bool {
         self.layout.stages > 1
             || self.borrowed.0 > 0.0
@@ -421,8 +419,8 @@ impl ProductsKind {
         Ok(ProductsKind { instance, cost, products })
     }
 
-    /// Their instance with so many devices of a part that keep its KV and attend; what crosses between them
-    /// has the bandwidth of `network`.
+    /// The instance with this many devices of a part that keep its KV and run attention, over the bandwidth
+    /// of `network`.
     ///
     /// # Errors
     /// When the model's attention cannot be apart.
@@ -444,7 +442,7 @@ impl ProductsKind {
     }
 }
 
-/// What is carried in the largest batch, up to `most`, whose step takes no longer than `tbt`.
+/// The load of the largest batch, up to `most`, whose step takes no longer than `tbt`.
 fn largest(
     size: &RequestSize,
     most: u32,

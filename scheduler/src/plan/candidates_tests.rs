@@ -22,7 +22,7 @@ fn kind(id: &str, devices: u32, model: &str) -> Result<InstanceKind, String> {
     )
 }
 
-/// What a plan computes as it is asked for is what all tables would say.
+/// Rates that a plan computes on demand equal those of full tables.
 #[test]
 fn times_are_those_of_tables_with_all_values() {
     for (devices, model) in [(1, "llama-3.1-8b"), (4, "qwen3-30b-a3b")] {
@@ -76,7 +76,7 @@ fn decode_takes_the_largest_batch_that_time_and_memory_allow() {
     let tight = h100.carries(Duty::Decode, &CHAT, &level(1.0, 0.010)).unwrap();
     assert!(step(tight.batch).0 <= 0.010 && step(tight.batch + 1).0 > 0.010, "{tight:?}");
     assert_eq!(tight.instances, 256.0 * step(tight.batch).0 / f64::from(tight.batch));
-    // 90 % of 80 GB, less 16.06 GB of weights, hold so many sequences of 128 KiB a token
+    // 90 % of 80 GB, less 16.06 GB of weights, hold this many sequences of 128 KiB a token
     let loose = h100.carries(Duty::Decode, &CHAT, &level(1.0, 1.0)).unwrap();
     assert_eq!(loose.batch, ((72e9 - h100.weights.0) / (131_072.0 * context as f64)).floor() as u32);
     assert!(loose.instances < tight.instances);
@@ -145,7 +145,7 @@ fn attention_apart_makes_room_for_sequences_and_needs_a_network() {
     assert!(of(2, 183e9).unwrap().batch < apart.batch);
     assert!(of(8, 20e9).unwrap().batch < apart.batch);
     assert!(of(8, 1e6).unwrap_err().contains("one sequence"));
-    // what holds a sequence is the memory of the devices that attend
+    // the memory of the attention devices holds a sequence
     let kind = h100.with(&h20, 2, BytesPerSecond(183e9)).unwrap();
     let tokens = (2.0 * 96e9 * 0.9 / 327_680.0) as u32;
     // in whole pages of 16 tokens

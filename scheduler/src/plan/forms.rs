@@ -22,7 +22,7 @@ pub enum FleetForm {
     },
     /// Whole requests on two parts, by size.
     BySize(usize, usize),
-    /// Whatever the program takes of all parts.
+    /// Any mix that the program takes of all parts.
     Free,
 }
 
@@ -63,7 +63,7 @@ pub(super) struct DutyCandidates {
 }
 
 impl DutyCandidates {
-    /// Those of all `kinds`, by dtype, part and duty.
+    /// Forms of all `kinds`, by dtype, part and duty.
     pub(super) fn of_all(kinds: &[MarketKind], [dtypes, parts, classes]: [usize; 3]) -> Vec<Self> {
         let of = |at: usize| {
             let (stored, part, duty) =
@@ -107,7 +107,7 @@ impl Market {
         own.flat_map(|(part, duty)| self.of_part(stored, part, duty).all.iter().copied()).collect()
     }
 
-    /// Instances of the parts and duties of a fleet that are none of its own, as pools of none.
+    /// Instances of the parts and duties of a fleet that it does not use, as pools of none.
     pub fn alternatives(&self, fleet: &FormedFleet) -> Vec<PlannedPool> {
         let stored = self.ask.stored.iter().position(|stored| *stored == fleet.stored).unwrap_or(0);
         let own = |pool: &PlannedPool| (pool.part, pool.layout, pool.duty);
@@ -138,7 +138,7 @@ impl Market {
         ]
     }
 
-    /// The cheapest of some forms, in any dtype. Those whose bound is not below what was found are not
+    /// The cheapest of some forms, in any dtype. Forms whose bound is not below the best rent so far are not
     /// solved.
     pub(super) fn best_of(
         &self,

@@ -31,7 +31,7 @@ pub struct InstanceLayout {
 }
 
 impl InstanceLayout {
-    /// Devices each of which has its share of every layer (tensor parallelism).
+    /// Devices that each have a share of every layer (tensor parallelism).
     pub const fn of(devices: u32) -> Self {
         InstanceLayout { devices, stages: 1, experts: LayoutExperts::Divided(ExpertsBy::Columns) }
     }
@@ -58,12 +58,12 @@ impl InstanceLayout {
         self.devices / self.stages
     }
 
-    /// One stage of it.
+    /// One stage of the layout.
     pub(super) const fn stage(self) -> Self {
         InstanceLayout { devices: self.per_stage(), stages: 1, ..self }
     }
 
-    /// What it is beside tensor parallelism, in words after the devices.
+    /// The layout beyond tensor parallelism, in text after the devices.
     pub fn words(self) -> String {
         let stages = if self.stages > 1 { format!(" in {} stages", self.stages) } else { String::new() };
         let experts = match self.experts {
@@ -74,9 +74,10 @@ impl InstanceLayout {
         format!("{stages}{experts}")
     }
 
-    /// The layouts of so many devices of a part that `engine` runs and that are worth a try. Stages stand in
-    /// for tensor parallelism where a model does not divide so, and beside it where devices have no links of
-    /// their own, since sums over a host's bus take longer than stages idle, and beyond a server.
+    /// The layouts of this many devices of a part that `engine` runs and that are worth trying. Stages
+    /// replace tensor parallelism where a model does not divide evenly. They are also tried where devices
+    /// have no links of their own, since sums over a host's bus take longer than stages idle, and beyond a
+    /// server.
     pub(super) fn all(devices: u32, part: &Part, shape: &ModelShape, engine: &KnownEngine) -> Vec<Self> {
         let is_bus = devices > 1 && Interconnect::of(part, DEVICES_MAX).is_bus();
         let in_stages =

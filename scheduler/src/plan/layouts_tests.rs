@@ -77,7 +77,7 @@ fn of_one_layout(ask: &MarketAsk, allowed: impl Fn(InstanceLayout) -> bool) -> f
     whole.min(prefill + decode)
 }
 
-/// Experts and stages are each what makes a fleet cheaper somewhere, and the market finds it.
+/// Whole experts and stages each make a fleet cheaper somewhere, and the market finds it.
 #[test]
 fn no_fleet_of_one_layout_for_each_duty_costs_less_than_the_cheapest() {
     let plain = |layout: InstanceLayout| layout.stages == 1 && layout.is_by_columns();
@@ -190,8 +190,8 @@ fn whole_experts_stand_beside_stages_where_their_columns_do_not_divide() {
     assert_eq!(of("mixfleet"), ["4 in 2 stages", "8 as ep:"]);
 }
 
-/// With whole experts among the candidates neither the bound nor the cheapest fleet costs more, beyond what
-/// programs are solved to.
+/// Whole experts as candidates raise neither the bound nor the cheapest fleet's rent, beyond the programs'
+/// tolerance.
 #[test]
 fn no_plan_costs_more_for_having_whole_experts_to_choose_from() {
     let narrow = narrow();

@@ -14,7 +14,7 @@ pub struct LinearProgram {
 /// A variable of a linear program, from 0 up to `most`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Column {
-    /// What one unit of it adds to the objective.
+    /// Contribution of one unit to the objective.
     pub cost: f64,
     /// Maximum value.
     pub most: f64,
@@ -27,14 +27,14 @@ pub struct Column {
 pub enum Relation {
     /// Not more.
     AtMost,
-    /// Neither more nor less.
+    /// Equality.
     Equal,
 }
 
 /// The sum of factor times column over `terms`, compared with `bound`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Constraint {
-    /// Columns, none of them twice, and their factors.
+    /// Columns, without duplicates, and their factors.
     pub terms: Vec<(usize, f64)>,
     /// The comparison.
     pub relation: Relation,

@@ -20,7 +20,7 @@ const SPAN_S_MIN: f64 = 1.0;
 pub struct SizeClass {
     /// Their mean size.
     pub size: RequestSize,
-    /// The one whose prompt takes longest, but for those that may miss the objectives.
+    /// The request with the longest prompt time, except those that may miss the objectives.
     pub slowest: RequestSize,
     /// Requests per second.
     pub rate: f64,
@@ -99,7 +99,7 @@ impl LoadTally {
     }
 
     /// The classes of all requests, which arrived over `span`, by length, where `attain` of them are to meet
-    /// the objectives. Rare ones have joined their nearest neighbours.
+    /// the objectives. Rare classes have joined their nearest neighbours.
     pub fn classes(self, span: Seconds, attain: f64) -> Vec<SizeClass> {
         self.classes_by_hour(span, attain).0
     }
@@ -114,7 +114,7 @@ impl LoadTally {
         (cells.iter().map(|cell| cell.class(span.0.max(SPAN_S_MIN), most)).collect(), by_hour)
     }
 
-    /// The cells, of which rare ones have joined their nearest neighbours.
+    /// The cells; rare ones have joined their nearest neighbours.
     fn cells(self) -> Vec<Cell> {
         let mut cells: Vec<Cell> = self.cells.into_values().collect();
         let all: u64 = cells.iter().map(|cell| cell.requests).sum();

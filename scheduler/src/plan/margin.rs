@@ -1,6 +1,6 @@
 //! How much slower than predicted the devices of a plan may be.
 
-/// Likely error of times where nothing is known of it: of the datasheet alone kernels reach 40 to 95 %.
+/// Likely error of times if their error is unknown: kernels reach 40 to 95 % of the datasheet.
 pub const ERROR_UNKNOWN: f64 = 0.3;
 
 /// The probability that times are no longer than predicted and the likely error more: four in five lie within

@@ -1,11 +1,11 @@
 //! Fleets of parts at prices for a load, cheapest first, and the bound below which there is none.
 //!
 //! A part may be rented as instances of one or several devices ([`layouts`](super::layouts)), for whole
-//! requests, prompts alone or decoding alone. All instances of a fleet store the weights in one dtype of
-//! those that are asked for. Fleets are looked for by form ([`forms`](super::forms)): a part alone, prompts
-//! on one part and decoding on another, requests divided by size over two parts, and whatever the relaxed
-//! program over all parts takes. Each form has a bound that costs one pass over its rates, so that only forms
-//! near the best are solved as programs.
+//! requests, prompts alone or decoding alone. All instances of a fleet store the weights in one of the
+//! requested dtypes. Fleets are searched by form ([`forms`](super::forms)): a part alone, prompts on one part
+//! and decoding on another, requests divided by size over two parts, and the mix of the relaxed program over
+//! all parts. Each form has a bound that costs one pass over its rates, so that only forms near the best are
+//! solved as programs.
 //!
 //! The bound of all fleets lets every request take the cheapest instance of each duty, divides instances, and
 //! leaves as many requests unserved as the objective allows. It is a bound on what the rates of
@@ -41,7 +41,7 @@ pub(super) const SEARCH: Search = Search { nodes_max: 2000, gap: 0.002 };
 pub(super) const PROGRAMS_MAX: usize = 16;
 /// Share of their rent at which owned devices count in a program, so that it takes no more than are needed.
 const SUNK: f64 = 1e-4;
-/// Parts up to which all are candidates where no form of one or two of them does.
+/// Number of parts up to which all are candidates if no form of one or two of them works.
 const PARTS_MAX: usize = 12;
 
 /// What a fleet is wanted for, and what it may be made of.
@@ -49,7 +49,8 @@ const PARTS_MAX: usize = 12;
 pub struct MarketAsk {
     /// The model.
     pub model: &'static KnownModel,
-    /// How its weights may be stored: a fleet has one of them. The first of equal fleets' is taken.
+    /// Dtypes in which the weights may be stored: a fleet has one. The first of equally cheap fleets is
+    /// taken.
     pub stored: Vec<StoredAs>,
     /// How unlike experts are in how often they are chosen: the standard deviation over the mean.
     pub expert_skew: f32,
@@ -59,7 +60,7 @@ pub struct MarketAsk {
     pub parts: Vec<OfferedPart>,
     /// The load.
     pub classes: Vec<SizeClass>,
-    /// The longest answer that a request may ask for: memory is refused to those that could outgrow it.
+    /// The longest answer that a request may request: memory is refused to requests that could outgrow it.
     pub answer_tokens_max: u32,
     /// The objectives.
     pub level: ServiceLevel,
@@ -83,7 +84,7 @@ pub struct PlannedPool {
     pub layout: InstanceLayout,
     /// The devices of an instance that attend, if they are others.
     pub attends: Option<PlannedAttention>,
-    /// The instances of others whose devices attend to a part of the requests, if they do.
+    /// The lending instances whose devices run attention for a part of the requests, if any.
     pub spare: Option<PlannedSpare>,
     /// What the instances do.
     pub duty: Duty,
@@ -159,7 +160,7 @@ pub struct FormedFleet {
 pub struct Market {
     pub(super) ask: MarketAsk,
     pub(super) kinds: Arc<[MarketKind]>,
-    /// Instances whose attention has devices of its own, or why there are none.
+    /// Instances with attention offload, or why there are none.
     pub(super) apart: Arc<Result<Vec<MarketKind>, String>>,
     /// By dtype, part and duty.
     pub(super) best: Arc<[DutyCandidates]>,
@@ -180,7 +181,7 @@ impl Market {
         Market { best: DutyCandidates::of_all(&kinds, sizes).into(), kinds, apart, ask }
     }
 
-    /// The same parts, of which one has another price.
+    /// The same parts, one at another price.
     pub fn at_price(&self, part: usize, usd_per_hour: UsdPerHour) -> Market {
         let mut market = self.clone();
         market.ask.parts[part].usd_per_hour = usd_per_hour;
@@ -242,8 +243,8 @@ impl Market {
     }
 
     /// The optimum for `factor` times the load with divided instances, of one dtype or of all, and the
-    /// candidates that it takes. Instances whose attention has devices of its own are among those of all
-    /// dtypes, and are not told.
+    /// candidates that it takes. With all dtypes, instances with attention offload are included, but not
+    /// returned.
     #[expect(clippy::too_many_lines, reason = "one row of the program after the other")]
     pub(super) fn relaxed(
         &self,
@@ -355,8 +356,8 @@ impl Market {
         (1.0 - self.ask.attain + 1e-9) * self.rate()
     }
 
-    /// The cheapest fleets of different forms, cheapest first: up to `each` of every sort of form, those
-    /// whose attention has devices of its own, and that in which devices that compute prompts attend.
+    /// The cheapest fleets of different forms, cheapest first: up to `each` of every sort of form, those with
+    /// attention offload, and the one in which prefill devices lend themselves for attention.
     pub fn rank(&self, solver: &dyn Solver, each: usize) -> Vec<FormedFleet> {
         let mut found: Vec<FormedFleet> = Vec::new();
         for forms in self.forms() {
@@ -409,7 +410,7 @@ impl Market {
         }
     }
 
-    /// Puts the cheapest first, and of equal ones the dtype that was asked for first.
+    /// Puts the cheapest first, and among equals the first requested dtype.
     pub(super) fn sort(&self, fleets: &mut [FormedFleet]) {
         let asked = |fleet: &FormedFleet| self.ask.stored.iter().position(|stored| *stored == fleet.stored);
         fleets.sort_by_key(|fleet| (Ordered(fleet.usd_per_hour.0), asked(fleet)));
@@ -447,7 +448,7 @@ impl Market {
         Ok(FormedFleet { form, stored, usd_per_hour: self.usd_per_hour(&pools, stored), pools })
     }
 
-    /// What may be rented of some candidates, and what of it is owned.
+    /// The rentables of some candidates, and the owned devices among them.
     fn rentables(&self, candidates: &[Candidate]) -> Vec<(Candidate, bool)> {
         let owned = |&(kind, _): &Candidate| self.ask.parts[self.kinds[kind].part].owned > 0;
         let of = |candidate: &Candidate| {
@@ -461,7 +462,7 @@ impl Market {
         let parts = || self.ask.parts.iter().enumerate();
         let stock = parts().filter_map(|(part, offer)| Some((part, false, offer.most?)));
         let owned = parts().map(|(part, offer)| (part, true, offer.owned));
-        // parts, whether what is owned of them is meant, and the number of devices
+        // parts, whether their owned devices are meant, and the number of devices
         let limited: Vec<_> = stock.chain(owned).filter(|(.., most)| *most > 0).collect();
         program.ceilings = limited
             .iter()

@@ -76,7 +76,7 @@ fn a_class_goes_to_instances_that_are_in_time_for_its_slowest_request() {
     };
     let ((few, bound), (many, same)) = (devices(6000), devices(20_000));
     assert!(few.is_some() && few < many, "{few:?} {many:?}");
-    assert_eq!(bound, same, "a bound holds whatever the size of single requests");
+    assert_eq!(bound, same, "a bound holds for any size of single requests");
     assert_eq!(devices(2_000_000).0, None, "nothing is in time");
 }
 
@@ -126,7 +126,7 @@ fn an_inventory_is_kept_to_and_is_what_binds_where_it_is_too_small() {
     assert!(limited([8, 8], 10.0 * (carried + 0.01)).lower_bound(&Microlp).is_err());
 }
 
-/// What is said to be nearest can be met, and what is a little shorter cannot.
+/// The reported nearest objective can be met, and a slightly shorter one cannot.
 #[test]
 fn an_objective_that_nothing_meets_is_told_with_the_nearest_that_something_does() {
     let with = |ttft, tbt, attain| {
@@ -199,7 +199,7 @@ fn more_confidence_costs_more_and_half_is_the_prediction() {
     }
 }
 
-/// Owning what the best fleet needs makes the rest of it free; owning little saves no more than its rent.
+/// Owning the devices of the best fleet makes the rest free; owning a few saves no more than their rent.
 #[test]
 fn what_is_owned_costs_nothing_and_what_is_more_is_rented() {
     let with = |owned: [u32; 2]| {
@@ -240,7 +240,7 @@ fn a_part_is_in_the_best_fleet_below_its_break_even_and_not_above() {
     let BreakEven::At(usd) = at(0.8).break_even(&Microlp, 1) else { panic!("the H20 has one") };
     assert!(takes(&at(0.97 * usd.0)) && !takes(&at(1.03 * usd.0)), "{usd:?}");
     assert!(usd.0 > 0.8 && usd.0 < 2.69, "{usd:?}");
-    // it does not depend on the price at which it is asked for
+    // it does not depend on the price at which it is computed
     for price in [0.4, 2.0] {
         let BreakEven::At(same) = at(price).break_even(&Microlp, 1) else { panic!("the H20 has one") };
         assert!((same.0 / usd.0 - 1.0).abs() < 0.02, "{same:?} {usd:?}");

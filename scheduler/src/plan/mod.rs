@@ -1,15 +1,15 @@
 //! The cheapest fleet for a load at given prices.
 //!
-//! [`program`] finds how many instances of which kinds carry a load ([`linear`] is what a solver sees of it,
-//! `branching` such a solver), [`candidates`] says what an instance carries, whose devices share the model
-//! in [`layouts`], [`load`] makes classes of a trace's requests, [`margin`] says how wrong times may be,
-//! [`offer`] is a part at a price, [`offered`] what its instances carry of a load, [`regions`] where parts
-//! stand, [`market`] puts these together, fleet by fleet of the [`forms`] that there are, [`bound`] says what
-//! no fleet costs less than, [`break_even`] at which price a part would be in the fleet, and [`shortfall`]
-//! why there is none. [`attention`] finds the cheapest fleets in which devices of their own attend, and
-//! [`spare`] the cheapest in which devices that compute prompts attend too.
+//! [`program`] finds how many instances of which kinds carry a load ([`linear`] is its form for a solver,
+//! `branching` such a solver). Its inputs: [`candidates`] computes the load that an instance carries,
+//! [`layouts`] how its devices share the model, [`load`] groups a trace's requests into classes, [`margin`]
+//! bounds the error of times, [`offer`] is a part at a price, [`offered`] the load that its instances carry,
+//! [`regions`] the parts' locations. [`market`] combines these, fleet by fleet of the [`forms`]; [`bound`] is
+//! a lower bound on the rent, [`break_even`] the price at which a part joins the fleet, and [`shortfall`]
+//! explains why there is no fleet. [`attention`] finds the cheapest fleets with attention offload, and
+//! [`spare`] the cheapest in which prefill devices also run attention.
 //!
-//! What is absent: clocks, limits of time, a solver of its own, simulation. A plan is as good as the rates
+//! Absent by design: clocks, limits of time, a solver of its own, simulation. A plan is as good as the rates
 //! that it is given.
 
 pub mod attention;

@@ -12,7 +12,7 @@ pub struct OfferedPart {
     pub usd_per_hour: UsdPerHour,
     /// Maximum number of devices, if there is one.
     pub most: Option<u32>,
-    /// So many devices are owned and cost nothing.
+    /// Number of owned devices, which cost nothing.
     pub owned: u32,
     /// Whether the provider may take them back at any time.
     pub spot: bool,
@@ -36,7 +36,7 @@ impl OfferedPart {
         format!("{}{spot}{place}", self.part.id)
     }
 
-    /// The same as one word in small letters, for names of pools and files.
+    /// The same in lower case without spaces, for names of pools and files.
     pub fn word(&self) -> String {
         self.name().to_ascii_lowercase().replace(' ', "-")
     }

@@ -15,7 +15,7 @@ pub(super) struct MarketKind {
     pub(super) part: usize,
     /// The part whose devices attend, if they are others.
     pub(super) attends: Option<usize>,
-    /// Index of the dtype among those that are asked for.
+    /// Index of the dtype among the requested ones.
     pub(super) stored: usize,
     pub(super) instance: InstanceKind,
     /// Instances that one request per second keeps busy, by duty and class; `None` where they cannot serve
@@ -73,7 +73,8 @@ impl Instances<'_> {
         self.found
     }
 
-    /// Adds the instances of so many devices that are worth it, and says whether more devices may be.
+    /// Adds the worthwhile instances of this many devices, and returns whether more devices may be
+    /// worthwhile.
     fn add(&mut self, devices: u32) -> bool {
         let (fewer, mut more_may) = (self.found.len(), false);
         let part = self.ask.parts[self.part].part;
@@ -98,7 +99,7 @@ impl Instances<'_> {
         (0..self.ask.classes.len()).all(|class| (1..DUTIES.len()).all(|duty| does(class, duty)))
     }
 
-    /// `None` if there are not so many devices, or they hold no request.
+    /// `None` if there are not that many devices, or they hold no request.
     fn kind(&mut self, layout: InstanceLayout) -> Option<MarketKind> {
         let (ask, stored) = (self.ask, self.ask.stored[self.stored]);
         let offer = &ask.parts[self.part];
@@ -152,7 +153,7 @@ impl MarketKind {
         };
         let loads = DUTIES.map(|duty| ask.classes.iter().map(|class| load(duty, class)).collect::<Vec<_>>());
         let links = ask.classes.iter().map(|class| kv_s(&instance, class, ask.nic)).collect();
-        // those that are too slow remain, to say how slow they are
+        // the too slow ones remain, to report how slow they are
         let held = ask.classes.iter().any(|class| instance.fastest(&class.size).is_ok());
         let slowest = |class: &SizeClass| instance.fastest(&class.slowest);
         let in_time = |class: &SizeClass| slowest(class).is_ok_and(|(ttft, _)| ttft <= ask.level.ttft);
@@ -176,12 +177,12 @@ impl MarketKind {
         Some(self.loads[duty][class]? * f64::from(self.instance.layout.devices))
     }
 
-    /// Instances that one request per second of a class keeps busy, if the slowest of them is in time.
+    /// Instances that one request per second of a class keeps busy, if the slowest requests are in time.
     pub(super) fn load_in_time(&self, duty: usize, class: usize) -> Option<f64> {
         self.loads[duty][class].filter(|_| DUTIES[duty] == Duty::Decode || self.in_time[class])
     }
 
-    /// Devices that one request per second of a class keeps busy, if the slowest of them is in time.
+    /// Devices that one request per second of a class keeps busy, if the slowest requests are in time.
     pub(super) fn devices_in_time(&self, duty: usize, class: usize) -> Option<f64> {
         self.load_in_time(duty, class).and_then(|_| self.devices(duty, class))
     }

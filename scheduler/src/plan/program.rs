@@ -66,9 +66,9 @@ pub struct Rentable {
     pub usd_per_hour: UsdPerHour,
     /// Maximum number of instances.
     pub most: u32,
-    /// What one instance takes of ceilings: indices, none of them twice, and amounts.
+    /// Use of ceilings by one instance: indices, without duplicates, and amounts.
     pub takes: Vec<(usize, f64)>,
-    /// If any are in use, so many more are there in case others fail.
+    /// If any are in use, this many spares are added in case others fail.
     pub spares: u32,
 }
 
@@ -79,7 +79,7 @@ pub struct DemandClass {
     pub name: String,
     /// Requests per second.
     pub rate: f64,
-    /// What is to be done of each request.
+    /// Stages that each request needs.
     pub asks: Duty,
 }
 
@@ -88,7 +88,7 @@ pub struct DemandClass {
 pub struct Ceiling {
     /// Its name, for display.
     pub name: String,
-    /// How much there is, in any unit; positive.
+    /// The available amount, in any unit; positive.
     pub most: f64,
     /// Price of one unit that is used.
     pub usd_per_hour: UsdPerHour,
@@ -105,30 +105,30 @@ pub struct Placing {
     pub duty: Duty,
     /// Number of instances that one request per second keeps busy.
     pub instances: f64,
-    /// What one request per second takes of ceilings: indices, none of them twice, and amounts.
+    /// Use of ceilings by one request per second: indices, without duplicates, and amounts.
     pub takes: Vec<(usize, f64)>,
 }
 
-/// What may be rented, what it is for, and who can do what.
+/// Rentable kinds, demand, and placings.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Program {
     /// Kinds of instances.
     pub rentables: Vec<Rentable>,
     /// The load.
     pub classes: Vec<DemandClass>,
-    /// What is shared.
+    /// Shared ceilings.
     pub ceilings: Vec<Ceiling>,
-    /// Who can do what.
+    /// Placings.
     pub placings: Vec<Placing>,
     /// The number of slices of a class, each of which goes to one kind of instance; `None` if a class may be
-    /// divided anyhow.
+    /// divided arbitrarily.
     pub slices: Option<u32>,
 }
 
 /// The cheapest fleet of a program.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PlannedFleet {
-    /// Its rent, with what is used of priced ceilings.
+    /// The rent, including the use of priced ceilings.
     pub usd_per_hour: UsdPerHour,
     /// No fleet of whole instances costs less, as far as that was proven.
     pub lower_bound: UsdPerHour,
@@ -273,7 +273,7 @@ impl Program {
         let invalid = |name: &str, what: &str| Err(Unplanned::Invalid(format!("{what} of '{name}'")));
         for rentable in &self.rentables {
             if !sound(rentable.usd_per_hour.0) || !takes_sound(&rentable.takes) {
-                return invalid(&rentable.name, "the rent, or what is taken,");
+                return invalid(&rentable.name, "the rent, or the use of a ceiling,");
             }
         }
         for ceiling in &self.ceilings {

@@ -26,8 +26,8 @@ fn placing(on: usize, class: usize, duty: Duty, instances: f64) -> Placing {
     Placing { on, class, duty, instances, takes: Vec::new() }
 }
 
-/// The example configuration of Mélange's authors: requests/s that an A10G and an A100 do of four buckets, of
-/// which 30 come per second.
+/// The example configuration of Mélange's authors: requests/s that an A10G and an A100 serve of four buckets,
+/// 30 of which arrive per second.
 fn melange(slices: Option<u32>) -> Program {
     let rates = [0.2, 0.1, 0.5, 0.2].map(|share| share * 30.0);
     let capacities = [[2.0, 1.0, 5.0, 2.0], [20.0, 20.0, 40.0, 20.0]];
@@ -252,8 +252,8 @@ fn two_hundred_small_programs_in_slices_cost_what_trying_all_divisions_finds() {
     });
 }
 
-/// Whether counts carry a class that may be divided anyhow, each kind having one duty: whole instances and
-/// those that decode are of use wherever they are, so that each stage only needs enough.
+/// Whether counts carry a class that may be divided arbitrarily, each kind having one duty: whole and decode
+/// instances are useful everywhere, so that each stage only needs enough of them.
 fn carries_one(program: &Program, counts: &[u32]) -> bool {
     let able = |stage: WorkStage| -> f64 {
         let own = program.placings.iter().filter(|placing| placing.duty.stages().contains(&stage));

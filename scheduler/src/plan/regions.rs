@@ -38,7 +38,7 @@ pub(super) enum Crossing<'a> {
 }
 
 impl Market {
-    /// How KV gets from devices of one offer to those of another.
+    /// The path of KV from devices of one offer to those of another.
     pub(super) fn crossing(&self, prefill: usize, decode: usize) -> Crossing<'_> {
         let [from, to] = [prefill, decode].map(|part| &self.ask.parts[part].region);
         if from == to {

@@ -86,7 +86,7 @@ impl Market {
         found
     }
 
-    /// The least time that as many classes meet as the objective asks for, and what reaches it; or the share
+    /// The least time that the required share of classes meets, and the fleet that reaches it; or the share
     /// of requests that memory holds.
     fn fastest(&self, time: impl Fn((Seconds, Seconds)) -> Seconds) -> Result<(Seconds, String), f64> {
         let mut least: Vec<(Seconds, f64, String)> = Vec::new();

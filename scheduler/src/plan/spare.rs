@@ -28,18 +28,18 @@ use mixfleet_hal::units::{Bytes, Ordered};
 const EACH: usize = 3;
 /// Numbers of instances that decode which are tried at most.
 const COUNTS: u32 = 16;
-/// How often the number of instances that compute prompts is raised by what is short.
+/// How often the number of prefill instances is raised by the shortfall.
 const RAISES: usize = 8;
 
 /// The instances of a fleet that divides prompts and decoding.
 struct Divided<'a> {
     prefill: &'a MarketKind,
     decode: &'a MarketKind,
-    /// Those that decode, with devices of others.
+    /// Decode instances that use remote devices for attention.
     borrower: InstanceKind,
     /// Classes that both serve.
     served: Vec<usize>,
-    /// Instances that decode without devices of others.
+    /// Decode instances without remote devices.
     most: u32,
 }
 
@@ -139,7 +139,7 @@ impl Market {
         best.ok_or(why)
     }
 
-    /// The fewest instances for prompts beside so many that decode.
+    /// The fewest prefill instances beside this many decode instances.
     fn with_prompts(&self, of: &Divided<'_>, decode: u32) -> Result<u32, String> {
         let prompts: f64 =
             self.busy(of, |class| of.prefill.loads[1][class].map(|own| own.max(of.prefill.links[class])));
@@ -160,7 +160,7 @@ impl Market {
         of.served.iter().map(|&class| load(class).unwrap_or(0.0) * self.ask.classes[class].rate).sum()
     }
 
-    /// The instances that attention to others' sequences keeps busy of those that compute prompts.
+    /// Number of prefill instances that attention to others' sequences keeps busy.
     fn attended(&self, of: &Divided<'_>, lending: Lending, decode: u32) -> Result<f64, String> {
         let (ask, lender) = (&self.ask, &of.prefill.instance);
         let (room, share) = (lender.room().0, lending.even_share());
@@ -173,7 +173,7 @@ impl Market {
             let longest = size.input_tokens.saturating_add(size.output_tokens.max(ask.answer_tokens_max));
             let prompt = lender.shape.sequence_bytes(slowest.input_tokens.max(size.input_tokens)) as f64;
             if !borrower.holds(longest) || prompt > (1.0 - share) * room {
-                return Err("what is lent leaves too little room".into());
+                return Err("the lent memory leaves too little room for KV".into());
             }
             let carried = borrower.carries(Duty::Decode, size, &ask.level)?;
             let taken = borrower.takes_of_others(size, carried.batch);
@@ -183,7 +183,7 @@ impl Market {
             most = most.max(taken * f64::from(lending.borrowers));
         }
         if decodes > BUSY_MAX * f64::from(decode) {
-            return Err("beside prompts, devices of others attend so slowly that no instance is saved".into());
+            return Err("attention beside prompts is so slow that no instance is saved".into());
         }
         let late = |class: &usize| {
             let alone = lender.fastest(&ask.classes[*class].slowest);

@@ -30,8 +30,7 @@ fn ask(model: &str, [input_tokens, output_tokens]: [u32; 2], rate: f64, [ttft, t
     }
 }
 
-/// The rent of the cheapest fleet that divides prompts and decoding without lending, and with it, at each
-/// rate.
+/// The rent of the cheapest fleet that divides prompts and decoding, without and with lending, at each rate.
 fn rents(of: MarketAsk, rates: impl Iterator<Item = u32>) -> Vec<(f64, f64)> {
     let market = Market::new(of);
     let mut found = Vec::new();

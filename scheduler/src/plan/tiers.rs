@@ -20,12 +20,12 @@ pub struct PlannedTiers {
 }
 
 impl PlannedTiers {
-    /// Whether instances of a pool have them: those that only decode are handed their KV.
+    /// Whether instances of a pool have tiers: decode instances receive their KV and have none.
     pub fn are_of(&self, pool: &PlannedPool) -> bool {
         self.nodes == 0 && self.dram.0 > 0.0 && pool.duty != Duty::Decode
     }
 
-    /// Rent of those of all nodes, or of all instances of some pools.
+    /// Rent of the tiers of all nodes, or of all instances of some pools.
     pub fn rent(&self, pools: &[PlannedPool]) -> UsdPerHour {
         let own = pools.iter().filter(|pool| self.are_of(pool));
         let instances: f64 = own.map(|pool| f64::from(pool.count)).sum();

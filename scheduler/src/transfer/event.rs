@@ -131,7 +131,7 @@ pub enum Event<R, T> {
         /// The id of the copy.
         request: RequestId,
     },
-    /// An instance is down. The requests that lose their place with it are told of by `Lost`.
+    /// An instance is down. The requests that lose their place with it are reported by `Lost`.
     InstanceDown {
         /// The instance.
         instance: InstanceId,
@@ -222,7 +222,7 @@ pub enum Action<R, T> {
         /// The delay.
         time: Seconds,
     },
-    /// A request loses its place, of which the fleet machine does not know.
+    /// A request loses its place, without the fleet machine's knowledge.
     Unplace {
         /// The request's id.
         request: RequestId,

@@ -33,7 +33,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// How far a placement has come.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum TransferStage {
-    /// The decode instance was asked for room.
+    /// The decode instance was asked to reserve room.
     Reserving,
     /// The prompt was given to its prefill instance.
     Computing,
@@ -348,8 +348,8 @@ impl<T> TransferState<T> {
         }
     }
 
-    /// The decode instance has reported this placement's room before, so that a report of an earlier
-    /// placement is told by its stage: it names no attempt.
+    /// The decode instance has reported this placement's room before; reports name no attempt, so the stage
+    /// identifies one from an earlier placement.
     fn joined<R>(
         &mut self,
         request: RequestId,

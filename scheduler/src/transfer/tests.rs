@@ -12,7 +12,7 @@ const COPY: u64 = 1000;
 
 /// A token is the request and its position in the answer.
 type Token = (RequestId, u32);
-/// Room is told by the number of the placement that it was made for.
+/// A reservation is identified by the number of its placement.
 type Act = Action<u32, Token>;
 type Ev = Event<u32, Token>;
 
@@ -67,9 +67,9 @@ struct World {
     copies_ended: u64,
     /// Every cancellation, with the placement that it ended.
     cancelled: BTreeSet<Reporter>,
-    /// Reports that were delivered, some of which come a second time.
+    /// Delivered reports, some of which are repeated.
     past: Vec<Ev>,
-    /// Requests that decode where their KV was sent: the fleet machine no longer minds whoever sent it.
+    /// Requests that decode where their KV was sent: the fleet machine no longer tracks the sender.
     joined: BTreeSet<RequestId>,
     /// Placements that lost their place.
     losses: usize,
@@ -79,7 +79,7 @@ fn report(instance: InstanceId, request: RequestId, attempt: u32) -> Reporter {
     Reporter { instance, request, attempt }
 }
 
-/// The report's placement; none for those that name none.
+/// The report's placement; none for reports without one.
 fn reporter(event: &Ev) -> Option<Reporter> {
     match *event {
         Event::Reserved { by, .. }
@@ -372,7 +372,7 @@ impl World {
             self.tell(Event::Lost { request });
             self.lost(request);
         }
-        // What was cancelled here went with it.
+        // work cancelled here ended with the instance
         self.orders.remove(&instance);
     }
 
@@ -449,7 +449,7 @@ fn run(choices: &[u16]) -> World {
         assert_eq!(client.ends, 1, "request {request} ends once: {:?}", world.machine);
     }
     assert!(world.held.is_empty(), "a reservation is not released: {:?}", world.held);
-    assert!(world.lent.is_empty(), "a prefix is not released: {:?}", world.lent);
+    assert!(world.lent.is_empty(), "a lent prefix is not released: {:?}", world.lent);
     assert!(world.machine.requests.is_empty() && world.machine.copies.is_empty());
     assert_eq!(world.copies_ended, world.copies, "a copy ends once");
     world

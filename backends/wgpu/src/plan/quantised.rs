@@ -39,8 +39,8 @@ impl Arrays {
         Ok(Arrays { codes, high, has_high, others })
     }
 
-    /// The arrays of the weight; codes begin with a given row and cover this many; the array itself is
-    /// repeated for absent ones.
+    /// The arrays of the weight, with codes limited to `count` rows from `first` on; the codes stand in for
+    /// absent arrays.
     fn rows(&self, quantised: &Quantised, columns: u32, first: u64, count: u64) -> [TensorView; 5] {
         let part = |operand: &TensorView, bits: u32| {
             let row = u64::from(columns) * u64::from(bits) / 32;

@@ -4,7 +4,7 @@ use super::*;
 use crate::cost::ModelShape;
 use crate::models::find;
 
-/// Where a token lies in a part of the layers.
+/// The page and slot of a token in a part of the layers.
 pub(super) fn slot(pages: &[u32], parts: &PageParts, token: u32, part: u32) -> (u32, u32) {
     let page = pages[(token / LIMITS.block_tokens * parts.count() + part) as usize];
     assert_ne!(page, NO_PAGE, "token {token} is read or written, and its page is gone");
@@ -46,8 +46,8 @@ fn a_sequence_holds_its_windows_and_up_to_a_block_more_and_in_the_end_nothing() 
     }
 }
 
-/// What memory a sequence takes is said in one place; the machine, the shape of a model and the fleet's view
-/// of an instance agree with it.
+/// The memory of a sequence has a single formula; the machine, the shape of a model and the fleet's view of
+/// an instance agree with it.
 #[test]
 fn what_is_predicted_to_be_held_is_what_the_machine_holds() {
     let mut random = Stream::new(14);

@@ -182,5 +182,5 @@ fn kv_that_takes_longer_on_free_ways_than_predicted_is_learnt_of_its_sender() {
         arrive(&mut f, now_s, arrival(request, 10, 1));
         act(&mut f, now_s, Event::Cancelled { request });
     }
-    assert_eq!(corrections(&f, 1).transfer, 1.0, "what is not measured any more fades");
+    assert_eq!(corrections(&f, 1).transfer, 1.0, "unmeasured corrections fade");
 }

@@ -29,7 +29,7 @@ fn stored(node: u32, hashes: Vec<BlockHash>) -> Event {
     Event::KvStored { instance: InstanceId(node), hashes, tier: Tier::Device }
 }
 
-/// To and tokens of what is taken.
+/// Target and tokens of each copy.
 fn taken(actions: &[Action]) -> Vec<(u32, u32)> {
     let copy = |action: &Action| match action {
         Action::Replicate { from, to, tokens, .. } => {
@@ -46,7 +46,7 @@ fn a_node_takes_what_it_lacks_and_lends_it_when_the_instance_has_given_it_up() {
     let mut f = with_nodes(1, 10_000);
     assert!(f.has_kv_node() && f.can_serve());
     assert_eq!(taken(&act(&mut f, 0.0, offer(7, PROMPT))), [(1, PROMPT)]);
-    // it is on its way
+    // it is in flight
     assert_eq!(act(&mut f, 0.0, offer(7, PROMPT + 50)), []);
     act(&mut f, 0.1, stored(1, hashes(7, PROMPT)));
     assert_eq!(taken(&act(&mut f, 0.1, offer(7, PROMPT + 50))), [(1, 50)]);
@@ -117,7 +117,7 @@ fn a_node_with_other_blocks_takes_whole_ones_of_its_own_but_no_other_dtype() {
 fn a_nodes_rent_changes_no_decision_but_the_price_of_its_traffic_does() {
     let fleet_of = |usd_per_byte: f64| {
         let priced = |spec: Instance, usd| Instance { price: usd, ..spec };
-        // w is a thousandth of a dollar per second, whatever the node costs
+        // w is a thousandth of a dollar per second, at any cost of the node
         let computes = priced(instance(0, Role::Auto, 1e-3, 1e-4), Some(UsdPerHour(3.6)));
         let node = priced(instance(1, Role::Kv, 0.0, 0.0), None);
         let mut f = fleet(cheap_links(), vec![computes, node]);

@@ -7,8 +7,8 @@
 //!   TTFT = T_transfer + T_queue + T_prefill; keep the least
 //! ```
 //!
-//! It never asks whether recomputing what it pulls would be faster. A prefix of 0 makes the ratio infinite;
-//! the holder of the best prefix pulls nothing.
+//! It does not compare the pull with recomputing. A prefix of 0 makes the ratio infinite; the holder of the
+//! best prefix pulls nothing.
 
 use super::super::{Fleet, Role};
 use super::{Part, Pick, Question};

@@ -53,12 +53,11 @@ pub(super) type Part = (usize, u32);
 pub(super) struct Pick {
     pub(super) prefill: usize,
     pub(super) decode: usize,
-    /// The pulled part of the prefix: the holder, and the tokens beyond those that the prefill instance
-    /// holds.
+    /// The pulled part of the prefix: the holder, and the tokens beyond those on the prefill instance.
     pub(super) pull: Option<Part>,
 }
 
-/// A request, with what is common to all of its candidates.
+/// A request, with the values common to all of its candidates.
 pub(super) struct Question<'a> {
     pub(super) now: Seconds,
     pub(super) arrival: &'a Arrival,
@@ -70,7 +69,7 @@ pub(super) struct Question<'a> {
     pub(super) objectives: Objectives,
     /// Number of leading prompt tokens that each instance can reuse, by position.
     pub(super) cached: Vec<u32>,
-    /// The maximum of them.
+    /// The maximum of both.
     pub(super) longest_tokens: u32,
     /// Instances that hold as many, in order; empty if no instance holds any.
     pub(super) longest_holders: Vec<usize>,
@@ -113,7 +112,7 @@ pub(super) struct PrefillSide {
     pull_price: Usd,
     interleave: Seconds,
     pub(super) prefill: Seconds,
-    /// Time of the whole prompt, nothing of which is cached; computed when it is needed.
+    /// Time of the whole prompt without cached tokens; computed on demand.
     whole: OnceCell<Seconds>,
     /// Number of sequences that it stalls, and of prompts that it precedes.
     delayed: u32,
@@ -396,7 +395,7 @@ impl Fleet {
         Bytes(f64::from(tokens) * self.config.kv_bytes_per_token as f64)
     }
 
-    /// Bytes that are sent to `decoder` of a prompt, of which it lacks the last `lacking` tokens.
+    /// Bytes of a prompt that are sent to `decoder`, which lacks the last `lacking` tokens.
     pub(super) fn hand_off_bytes(&self, decoder: &Load, prompt_tokens: u32, lacking: u32) -> Bytes {
         let sent = decoder.spec.tokens_sent(&(prompt_tokens - lacking..prompt_tokens), prompt_tokens);
         Bytes(sent * self.config.kv_bytes_per_token as f64)
@@ -426,9 +425,9 @@ impl Fleet {
         // In large fleets only the best decoder's requests are visited one by one, if possible.
         let quick = self.loads.len() > per_dollar::PAIRS_MAX;
         let room = if quick && load.has_room(whole) { Seconds::ZERO } else { forecast().kv_wait(whole) };
-        // Requests that share steps with it wait longer for each of them, and pay a part of them. This counts
-        // all requests that the instance has accepted, not the batch at the prompt's end: otherwise a late
-        // start would count as an advantage.
+        // Requests that share steps with it wait longer for each step, and pay a part of it. This counts all
+        // requests that the instance has accepted, not the batch at the prompt's end: otherwise a late start
+        // would count as an advantage.
         let others = load.everyone();
         let slowdown = (load.step(others.with(prompt)) - load.step(others)).max(Seconds::ZERO);
         let output_tokens = question.output_tokens;

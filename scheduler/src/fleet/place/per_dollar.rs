@@ -19,9 +19,9 @@ pub(super) const PAIRS_MAX: usize = 64;
 const SHORTLIST: usize = 4;
 /// Number of sequences of the batch by which the cost of decoding is compared.
 const REFERENCE_BATCH: u32 = 8;
-/// Greatest cost of a token on an instance that takes answers from another that decodes itself, as a share of
-/// that one's: less would not pay for the room that is reserved in both, and for the gap after the first
-/// token.
+/// Maximum cost per token of an instance that takes over answers from one that could decode them itself, as a
+/// share of that one's cost: a smaller saving would not pay for the room reserved in both, and for the gap
+/// after the first token.
 const HAND_OFF_BELOW: f64 = 0.95;
 /// Halvings in the search for the part of a prefix that takes as long to pull as the rest to compute, within
 /// 2 %.
@@ -79,8 +79,8 @@ fn may_hand_off(fleet: &Fleet, question: &Question<'_>, prefill: usize, decode: 
     to.has_room(prompt + u64::from(question.output_tokens)) && cost(to) < HAND_OFF_BELOW * cost(from)
 }
 
-/// The cheapest of recomputing, pulling the longest prefix that any instance holds, or pulling a part of it,
-/// on instance `at`.
+/// The cheapest on instance `at` of recomputing, pulling the longest prefix that any instance holds, or
+/// pulling a part of it.
 fn best_pull(fleet: &Fleet, question: &Question<'_>, at: usize) -> Option<Part> {
     let own = question.cached_on(at);
     let (holder, tokens) = question.longest().filter(|_| fleet.config.pull)?;

@@ -216,8 +216,8 @@ fn later(a: Seconds, b: Seconds) -> Seconds {
     if a > b { a } else { b }
 }
 
-/// The key of an instance for decode, of a kind where the sequence holds so much in the end, and when half of
-/// its answer is there; none if it is known to exceed `worst`.
+/// The key of an instance for decode, of a kind where the sequence has this final size, and when half of its
+/// answer is done; none if it is known to exceed `worst`.
 #[inline]
 fn decode_key(
     row: &AnswerRow,

@@ -20,7 +20,7 @@ pub(super) struct Need {
     pub(super) uses: u32,
     /// Number of requests that were placed where it was not held.
     pub(super) misses: f64,
-    /// Seconds that each of them lost.
+    /// Seconds that each miss lost.
     pub(super) miss_s: f64,
     /// Total seconds that requests queued where it is held.
     pub(super) waited_s: f64,
@@ -187,7 +187,7 @@ mod tests {
         let mut uses = 0;
         for step in 0..100_000u64 {
             let now = Seconds(step as f64 * 1e-3);
-            // One in a hundred is more than one in so many entries.
+            // One in a hundred is more than one in this many entries.
             if random.next_unit() < 0.01 {
                 hot += 1;
                 uses = demand.used(now, BlockHash(1), None).uses;

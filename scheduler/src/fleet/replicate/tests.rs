@@ -25,7 +25,7 @@ fn keys(document: u64, tokens: u32) -> Vec<BlockHash> {
     (0..u64::from(tokens / BLOCK)).map(|block| BlockHash(document << 32 | block)).collect()
 }
 
-/// A prompt of a system prompt and 60 tokens of its own.
+/// A prompt of a system prompt and 60 other tokens.
 fn short(request: RequestId, system: u64) -> Arrival {
     let hashes = [keys(system, SYSTEM_TOKENS), keys(1_000_000 + request, 60)].concat();
     let chains = vec![PromptChain { block_tokens: BLOCK, kv_dtype: DType::F32, hashes }];
@@ -36,7 +36,7 @@ fn stored(instance: u32, hashes: Vec<BlockHash>) -> Event {
     Event::KvStored { instance: InstanceId(instance), hashes, tier: Tier::Device }
 }
 
-/// From, to and tokens of what is to be copied.
+/// Sender, receiver and tokens of each copy.
 fn copies(actions: &[Action]) -> Vec<(u32, u32, u32)> {
     let copy = |action: &Action| match action {
         Action::Replicate { from, to, tokens, .. } => Some((from.0, to.0, *tokens)),
@@ -59,7 +59,7 @@ fn what_a_crowd_queues_for_is_copied_once_to_an_idle_instance_and_then_found_the
     let at = actions.iter().position(|action| matches!(action, Action::Replicate { .. })).unwrap();
     assert!(matches!(&actions[at], Action::Replicate { hashes, .. } if *hashes == keys(1, SYSTEM_TOKENS)));
     assert!(matches!(actions[at + 1], Action::Place { .. }), "the answer to an arrival comes last");
-    // on its way for 50 ms; from then on requests go there
+    // in flight for 50 ms; from then on requests go there
     act(&mut f, 0.05, stored(2, keys(1, SYSTEM_TOKENS)));
     let next = crowd(&mut f, 0.05, 6..7);
     let Action::Place { prefill, explanation, .. } = next.last().unwrap() else { panic!("{next:?}") };
@@ -129,7 +129,7 @@ fn a_conversations_own_prefixes_stay_where_they_are() {
 
 #[test]
 fn misses_of_several_requests_are_answered_by_a_copy_where_none_is_computed() {
-    // one after the other, at random: nobody waits, but each computes the system prompt anew
+    // one after the other, at random: no request waits, but each computes the system prompt anew
     let mut f = fleet(replicating(Policy::Random), autos(4));
     act(&mut f, 0.0, stored(1, keys(1, SYSTEM_TOKENS)));
     let mut seen = Vec::new();
@@ -166,7 +166,7 @@ fn a_copy_whose_end_is_lost_is_asked_for_again_elsewhere() {
         assert_eq!(again.len(), 1, "{lost} of {from} and {to} was lost");
         assert!(again[0].0 != lost && again[0].1 != lost);
     }
-    // it found no room: that is known when it is late by far, and what was lost before then counts no more
+    // it found no room: a long delay reveals that, and losses before it no longer count
     assert_eq!(copies(&crowd(&mut f, 1.0, 24..36)), [], "may still come");
     assert_eq!(copies(&crowd(&mut f, 3.0, 36..48)).len(), 1);
 }

@@ -42,7 +42,7 @@ fn a_side_without_rest_gets_one_of_the_idle_side_and_never_its_last() {
     use Role::{Decode, Prefill};
     let mut f = rebalancing(&[Prefill, Decode, Decode]);
     assert_eq!(prompts(&mut f, 3, 0, 60), [(10, InstanceId(2), Prefill)]);
-    // one prefill instance of two busy: nobody has too much, nobody enough to spare
+    // one prefill instance of two busy: none has too much, none enough to spare
     assert_eq!(prompts(&mut f, 1, 60, 60), []);
     let roles: Vec<Role> = f.instances().map(|instance| instance.role).collect();
     assert_eq!(roles, [Prefill, Prefill, Decode]);

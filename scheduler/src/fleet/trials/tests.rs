@@ -1,4 +1,4 @@
-//! Lies about devices: how soon placements are as good as those of one who knows the truth.
+//! False declarations of devices: how soon placements are as good as with the true values.
 
 #![allow(clippy::print_stdout)]
 
@@ -45,7 +45,7 @@ fn spread(random: &mut Stream, least: f64, most: f64) -> f64 {
     least * (most / least).powf(share)
 }
 
-/// Factors of prefill and decode by which a device differs from what is declared.
+/// Factors of prefill and decode by which a device differs from its declaration.
 fn lie(random: &mut Stream) -> [f64; 2] {
     let mut factor = || spread(random, 1.0 / 16.0, 16.0);
     let (prefill, step) = (factor(), factor());
@@ -101,8 +101,8 @@ fn run(fleet: &mut Fleet, now_s: &mut f64, placed: &PlacedRequest) {
     act(fleet, *now_s, Event::Finished { request });
 }
 
-/// Seconds that requests took, by the last of [`AFTER`] that they follow: placed by what is declared and
-/// measured, and by the truth.
+/// Seconds that requests took, over the last [`AFTER`]: placed by declared and measured speeds, and by the
+/// true ones.
 fn play(seed: u64, trial_share: f64) -> [[f64; 2]; 3] {
     let mut random = Stream::new(seed);
     let declared = [(); 2].map(|()| Speed {

@@ -109,7 +109,7 @@ proptest! {
                     let blocks = cache.pin(&keys(&chain));
                     prop_assert_eq!(blocks, cache.longest_prefix(&keys(&chain)));
                     for &key in &chain[..blocks] {
-                        naive.find(key).expect("what is held is in the list too").pins += 1;
+                        naive.find(key).expect("a held block is in the list too").pins += 1;
                     }
                     pinned.push(chain[..blocks].to_vec());
                 }
@@ -217,7 +217,7 @@ fn a_smaller_capacity_evicts_what_is_not_pinned() {
     cache.set_capacity(3, &mut evicted);
     assert_eq!(evicted, keys(&[3, 9, 8]));
     cache.set_capacity(0, &mut evicted);
-    assert_eq!((cache.len(), cache.pinned()), (2, 2), "what is pinned stays");
+    assert_eq!((cache.len(), cache.pinned()), (2, 2), "pinned blocks stay");
     cache.unpin(&keys(&[1, 2]));
     assert_eq!(cache.pinned(), 0);
     cache.set_capacity(1, &mut evicted);
