@@ -182,7 +182,7 @@ fn mistakes_are_told_with_what_to_do() {
     let fleet = scratch("manners-fleet").join("FLEET.toml");
     std::fs::write(&fleet, "[pool]\nname = 'a'\n").unwrap();
     let (_, _, said) = ended(&["simulate", "--fleet", fleet.to_str().unwrap(), "--trace", "x"], "");
-    assert!(said.contains("FLEET.toml") && said.contains("[[written so]]"), "{said}");
+    assert!(said.contains("FLEET.toml") && said.contains("[[like this]]"), "{said}");
 }
 
 #[test]

@@ -151,7 +151,7 @@ fn what_no_member_can_be_is_refused_in_words() {
     says(&["member", "--device", "cpu@0", "--listen", "0.0.0.0:7001"], "every address");
     says(&["member", "--device", "cpu@0", "--listen", "unix:"], "a path is missing");
     let file = format!("unix:{}/Cargo.toml", env!("CARGO_MANIFEST_DIR"));
-    says(&["member", "--device", "cpu@0", "--listen", &file], "is no socket: give another path");
+    says(&["member", "--device", "cpu@0", "--listen", &file], "is not a socket: give another path");
     // a port is not said to be ready for RDMA where there is none
     if !std::path::Path::new("/sys/class/infiniband").exists() {
         says(&["member", "--device", "cpu@0", "--listen", "rdma:127.0.0.1:0"], "RDMA");

@@ -14,8 +14,8 @@ use mixfleet_sim::fleet_file::FleetFile;
 const SHOWN: usize = 3;
 /// How many times as much as the cheapest these may cost.
 const DEARER_MAX: f64 = 1.5;
-/// How many times as much as the cheapest of one part others of one part may cost: with more instances of one
-/// kind than needed they hold, and can then spare those of another.
+/// Maximum rent of a single-part fleet to consider, as a multiple of the cheapest one's: fleets with more
+/// instances of one kind than needed hold the objective, and can then exchange some for another kind.
 const DEARER_OF_ONE_PART_MAX: f64 = 1.25;
 
 /// A fleet that was simulated.
@@ -58,7 +58,7 @@ impl ProvenFleet {
         self.ids.len() == 1
     }
 
-    /// Whether attention has devices of its own.
+    /// Whether the fleet uses attention offload.
     pub fn is_apart(&self) -> bool {
         is_apart(&self.pools)
     }
@@ -83,19 +83,19 @@ pub(crate) fn has_spare(pools: &[PlannedPool]) -> bool {
     pools.iter().any(|pool| pool.spare.is_some())
 }
 
-/// Whether a price is not told from a lower one, each with the likely error of its times. The errors of the
-/// same parts in one dtype are common to both.
+/// Whether a price ties with a lower one, given the likely error of each one's times. Errors of the same
+/// parts in one dtype are common to both.
 fn tie([(usd, error), (cheaper, its_error)]: [(f64, Option<f64>); 2], same_parts: bool) -> bool {
     let [a, b] = [error, its_error].map(|error| error.unwrap_or(ERROR_UNKNOWN));
     let error = if same_parts { 0.0 } else { a.hypot(b) };
     usd <= cheaper * (1.0 + error)
 }
 
-/// What became of the cheapest fleet of those whose attention is not where the weights are.
+/// Outcome for the cheapest fleet with attention offload.
 pub enum ApartFound {
     /// There is none, for this reason.
     None(String),
-    /// The cheapest by rates; among those that hold is it, or one with prompts on instances of their own.
+    /// The cheapest by rates; among the fleets that hold, it or one with separate prefill instances.
     Planned(FormedFleet),
 }
 
@@ -115,7 +115,7 @@ pub struct PlanFound {
     pub lower_bound: Option<f64>,
     /// What binds, where no fleet can be planned.
     pub shortfall: Vec<Shortfall>,
-    /// The cheapest fleet whose attention has devices of its own.
+    /// The cheapest fleet with attention offload.
     pub apart: ApartFound,
     /// The cheapest fleet in which devices that compute prompts attend.
     pub spare: ApartFound,
@@ -128,8 +128,7 @@ pub struct PlanFound {
 }
 
 impl PlanFound {
-    /// The rent of the cheapest fleet that holds, of one part if that is asked for; infinite if there is
-    /// none.
+    /// The rent of the cheapest fleet that holds, of one part if requested; infinite if there is none.
     pub(crate) fn least_usd(&self, homogeneous: bool) -> f64 {
         let of = self.fleets.iter().filter(|fleet| !homogeneous || fleet.is_homogeneous());
         of.map(|fleet| fleet.usd_per_hour).fold(f64::INFINITY, f64::min)
@@ -153,7 +152,7 @@ impl PlanFound {
             .filter(|_| !self.fleets[0].is_homogeneous())
     }
 
-    /// The fleet that stands more load and slower devices best, of those near the cheapest.
+    /// The fleet that best withstands more load and slower devices, of those near the cheapest.
     pub fn most_robust(&self) -> Option<usize> {
         let fleets: Vec<_> = self.fleets.iter().map(|fleet| (fleet.usd_per_hour, fleet.stress)).collect();
         most_robust(&fleets)

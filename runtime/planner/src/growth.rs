@@ -1,8 +1,8 @@
 //! Larger fleets, step by step, until one holds an objective.
 //!
-//! A run that missed its objectives says of which stage: first tokens are late where prompts have too few
-//! instances, and answers falter where decoding has. The pools of that stage grow, in the proportion that
-//! they began with; where that gets a run no further through its load, all pools do.
+//! A run that missed its objectives shows which stage is short: late first tokens mean too few prefill
+//! instances, slow tokens too few decode instances. The pools of that stage grow, in their initial
+//! proportion; if that gets a run no further through its load, all pools grow.
 
 use mixfleet_hal::units::Ordered;
 use mixfleet_sim::fleet_file::FleetFile;
@@ -10,11 +10,12 @@ use mixfleet_sim::simulate::Results;
 
 /// Factor by which the rent of what grows does so at a step, or else by one instance.
 const STEP: f64 = 1.2;
-/// One stage alone is short where its objective was missed so many times as often as that of the other.
+/// One stage alone is short if its objective was missed this many times as often as the other's.
 const ALONE: u64 = 4;
-/// How much further through the load a step must have got, as a factor, to be seen to have helped.
+/// Minimum progress through the load, as a factor, for a step to count as helpful.
 const HELPED: f64 = 1.02;
-/// With so many times its first rent a fleet must get further by so much, or more instances do not help it.
+/// At this multiple of its first rent, a fleet must get further by this factor, or more instances do not help
+/// it.
 const TRIED: (f64, f64) = (2.3, 1.1);
 /// Most rent of a fleet, as a multiple of its first.
 const RENT_MAX: f64 = 8.0;

@@ -41,8 +41,8 @@ impl HourPlan {
     }
 }
 
-/// The hour whose fleet costs most, the first of them if there are several. One that no fleet serves counts
-/// as dearer than all others.
+/// The hour with the most expensive fleet, the first of them if there are several. An hour that no fleet
+/// serves counts as the most expensive.
 pub fn dearest(hours: &[HourPlan]) -> Option<usize> {
     let usd = |hour: &HourPlan| hour.usd_per_hour().unwrap_or(f64::INFINITY);
     let rank = |(at, hour): &(usize, &HourPlan)| (*at, usd(hour));

@@ -1,13 +1,13 @@
-//! Searches for the cheapest fleets, and proves by simulation which of them hold an objective.
+//! Searches for the cheapest fleets, and verifies by simulation which of them hold an objective.
 //!
 //! [`mixfleet_scheduler::plan`] ranks fleets by rates. [`search`] simulates the ranked fleets: those that
 //! miss the objective get more instances ([`growth`]), and those that hold lose instances until none can be
-//! spared ([`repair`]). [`found`] has the results, [`stress`] what they withstand beyond the plan, [`hours`]
-//! the plan of each hour, [`prices`] what other prices would change, and [`order`] the order in which models
-//! share a limited stock.
+//! spared ([`repair`]). [`found`] has the results, [`stress`] their margins beyond the plan, [`hours`] the
+//! plan of each hour, [`prices`] the effect of other prices, and [`order`] the order in which models share a
+//! limited stock.
 //!
-//! What is absent: arguments, files, output, placement decisions. The caller is told of progress and can stop
-//! a search.
+//! Absent by design: arguments, files, output, placement decisions. The caller gets progress reports and can
+//! stop a search.
 
 #![cfg_attr(
     not(test),
@@ -45,7 +45,7 @@ pub enum Error {
 /// The result of a search.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Returns the market of what is on offer; rates are computed on all cores.
+/// Returns the market of the offers; rates are computed on all cores.
 pub fn market_of(ask: MarketAsk) -> Market {
     let rates = on_all_cores(ask.parts.len(), |part| PartOnOffer::new(&ask, part));
     Market::of(ask, rates)

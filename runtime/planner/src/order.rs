@@ -12,7 +12,7 @@ fn is_limited(parts: &[OfferedPart]) -> bool {
     parts.iter().any(|offer| offer.most.is_some() || offer.owned > 0)
 }
 
-/// Takes the devices of some pools out of the stock, those that are owned first.
+/// Takes the devices of some pools out of the stock, owned ones first.
 pub fn take_from_stock(parts: &mut [OfferedPart], pools: &[PlannedPool]) {
     let taken = pools.iter().flat_map(|pool| pool.takes().map(|(part, each)| (part, pool.count, each)));
     for (part, count, each) in taken {

@@ -71,7 +71,7 @@ fn break_even(market: &Market, fleets: &[ProvenFleet], part: usize) -> Option<Br
             Some(by_rates()).filter(|known| !matches!(known, BreakEven::At(usd) if usd.0 < own))
         }
         (false, by_rates) => match by_rates() {
-            // a fleet that was given up may need less of it than those that were simulated to the end
+            // an abandoned fleet may need fewer instances than the fully simulated ones
             BreakEven::At(usd) if usd.0 < own => Some(BreakEven::At(UsdPerHour(usd.0.max(at)))),
             BreakEven::Useless if at == 0.0 => Some(BreakEven::Useless),
             _ => (at > 0.0).then_some(BreakEven::At(UsdPerHour(at))),

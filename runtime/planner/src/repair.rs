@@ -1,10 +1,10 @@
 //! The fewest instances of a fleet's pools that hold an objective, found by simulation.
 //!
-//! A plan rests on rates; waiting, bursts, caches and the scheduler's choices are only seen in a run. From
-//! the counts of a plan pools grow ([`FleetGrowth`]) until a run holds the objective, or is seen to get
-//! no further with more instances. Then instances are taken away, of the pools first where that saves most,
-//! until no single one can be spared. If that is asked for, those of one pool are exchanged for those of
-//! another, until no exchange that costs less holds either.
+//! A plan rests on rates; waiting, bursts, caches and the scheduler's choices appear only in a run. From the
+//! counts of a plan, pools grow ([`FleetGrowth`]) until a run holds the objective, or gets no further with
+//! more instances. Then instances are removed, first from the pools where that saves most, until no single
+//! one can be spared. On request, instances of one pool are then exchanged for those of another, until no
+//! cheaper exchange holds.
 
 use crate::growth::FleetGrowth;
 use mixfleet_hal::units::Ordered;
@@ -23,7 +23,7 @@ const EXCHANGED_MAX: u32 = 16;
 /// Events between two questions whether to go on.
 const EVENTS: u32 = 256;
 
-/// A load, and what is asked of fleets under it.
+/// A load, and the objectives of fleets under it.
 #[derive(Clone, Copy, Debug)]
 pub struct TrialLoad<'a> {
     /// The requests, in order of arrival.
@@ -32,7 +32,7 @@ pub struct TrialLoad<'a> {
     pub block_tokens: Option<u32>,
     /// Factor by which they arrive faster.
     pub speedup: f64,
-    /// Share of them that must meet the objectives.
+    /// Share of requests that must meet the objectives.
     pub share: f64,
     /// How requests are placed.
     pub choices: Choices,
@@ -41,15 +41,15 @@ pub struct TrialLoad<'a> {
 /// What limits a repair.
 #[derive(Clone, Copy)]
 pub struct RepairLimits<'a> {
-    /// Whether a fleet of so many instances of each pool may be rented.
+    /// Whether a fleet with these counts of its pools may be rented.
     pub fits: &'a dyn Fn(&[u32]) -> bool,
-    /// What so many instances of each pool cost: where an instance less saves most, one is taken first.
+    /// Rent of these counts of the pools; the pool where removing an instance saves most is tried first.
     pub rent: &'a dyn Fn(&[u32]) -> f64,
     /// Whether to go on; if not, the repair ends with what it has.
     pub go_on: &'a dyn Fn() -> bool,
     /// Whether instances of one pool are exchanged for those of another.
     pub exchanges: bool,
-    /// Is told of every run.
+    /// Called for every run.
     pub told: &'a dyn Fn(&[u32], &FleetTrial),
 }
 

@@ -25,7 +25,8 @@ use std::time::{Duration, Instant};
 
 /// Fleets of each sort of form that the program ranks.
 const EACH: usize = 12;
-/// Fleets that are simulated side by side, whatever the number of cores, so that one input gives one plan.
+/// Number of fleets simulated side by side, independent of the number of cores, so that one input gives one
+/// plan.
 const WAVE: usize = 4;
 
 /// Multiples of the load, and of the times of devices, that fleets are simulated with.
@@ -59,10 +60,10 @@ fn ended_missing(counts: Vec<u32>, trial: FleetTrial) -> Repaired {
     Repaired { less: vec![None; counts.len()], counts, trial, least: false }
 }
 
-/// What a search is asked for.
+/// Input of a search.
 #[derive(Clone, Copy)]
 pub struct SearchAsk<'a> {
-    /// What may be rented, and what it carries of the load.
+    /// The rentable instances, and the load that each carries.
     pub market: &'a Market,
     /// The price of each of its parts.
     pub prices: &'a [Price],
@@ -80,7 +81,7 @@ pub struct SearchAsk<'a> {
     pub budget: Duration,
     /// Once set, the search ends with the best so far.
     pub cancelled: &'a AtomicBool,
-    /// Is told of progress, by any thread.
+    /// Called with progress, by any thread.
     pub progress: &'a (dyn Fn(SearchProgress<'_>) + Sync),
 }
 
@@ -209,7 +210,7 @@ impl<'a> PlanSearch<'a> {
         Ok(attained)
     }
 
-    /// Finds the fewest instances of fleets under each policy, and adds what holds.
+    /// Finds the fewest instances of fleets under each policy, and adds the fleets that hold.
     fn prove(&self, wave: Vec<FleetTried<'_>>, outcome: &mut PlanFound) -> Result<()> {
         let policies = POLICIES.len();
         let repaired = on_all_cores(policies * wave.len(), |at| {
@@ -227,7 +228,7 @@ impl<'a> PlanSearch<'a> {
         Ok(())
     }
 
-    /// The pools that a plan asks for, without its spares.
+    /// The pools of a plan, without its spares.
     fn without_spares(&self, planned: &FormedFleet) -> Vec<PlannedPool> {
         let mut pools = planned.pools.clone();
         pools.iter_mut().for_each(|pool| {
@@ -236,7 +237,7 @@ impl<'a> PlanSearch<'a> {
         pools
     }
 
-    /// Pools with other counts, and with spares of those in use.
+    /// The pools with other counts, and spares of those in use.
     fn with_spares(&self, pools: &[PlannedPool], counts: &[u32]) -> Vec<PlannedPool> {
         let mut pools = pools.to_vec();
         pools.iter_mut().zip(counts).for_each(|(pool, count)| {
@@ -245,8 +246,8 @@ impl<'a> PlanSearch<'a> {
         pools
     }
 
-    /// The fewest instances of a fleet that hold the objective under a policy; those that it has if they do
-    /// not hold. `None` if the first run did not come to its end.
+    /// The fewest instances of a fleet that hold the objective under a policy; the present ones if they do
+    /// not hold it. `None` if the first run was stopped.
     fn fewest_under(&self, policy: Policy, tried: &FleetTried<'_>) -> Result<Option<Repaired>> {
         let FleetTried { fleet, file, tiers, .. } = tried;
         let pools = self.without_spares(fleet);
@@ -359,8 +360,8 @@ impl<'a> PlanSearch<'a> {
         Ok(())
     }
 
-    /// A fleet as its file has it, with devices as slow as `--confidence` asks for. To make the tables of its
-    /// times takes longer than a run.
+    /// A fleet as its file describes it, with devices slowed down by `--confidence`. Computing the tables of
+    /// its times takes longer than a run.
     fn parsed(&self, fleet: &FormedFleet, tiers: &PlannedTiers) -> Result<FleetFile> {
         let none = |path: &Path| Err(format!("{} is not read", path.display()));
         let pools = self.without_spares(fleet);

@@ -2,15 +2,15 @@
 
 /// Factors on the load, on the times of steps and on prices.
 pub const FACTORS: [f64; 2] = [1.25, 1.5];
-/// A fleet may cost so many times as much as the cheapest to be offered as more robust.
+/// Maximum rent of a more robust fleet, as a multiple of the cheapest.
 const DEARER_MAX: f64 = 1.05;
 
 /// Shares of the requests that meet the objectives under [`FACTORS`]; `None` where the time ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct FleetStress {
-    /// With so many times the load.
+    /// Load factor of the stress test.
     pub load: [Option<f64>; 2],
-    /// With steps that take so many times as long.
+    /// Step time factor of the stress test.
     pub times: [Option<f64>; 2],
 }
 
@@ -30,8 +30,8 @@ impl FleetStress {
     }
 }
 
-/// The fleet that meets most under stress, among those within 5 % of the cheapest; the cheapest of them if
-/// several do. `fleets` are prices, cheapest first.
+/// The fleet that meets most objectives under stress, among those within 5 % of the cheapest; the cheapest of
+/// equals. `fleets` are prices, cheapest first.
 pub(crate) fn most_robust(fleets: &[(f64, FleetStress)]) -> Option<usize> {
     let most = DEARER_MAX * fleets.first()?.0;
     let near = fleets.iter().enumerate().take_while(|(_, (usd, _))| *usd <= most);

@@ -112,7 +112,7 @@ fn a_repair_that_is_stopped_keeps_the_best_so_far() {
 
 #[test]
 fn instances_are_exchanged_for_those_of_another_pool_where_that_costs_less() {
-    // as fast, at 2 USD and at 1; one dear one carries what is asked for with ten cheap ones
+    // as fast, at 2 USD and at 1; one expensive and ten cheap ones carry the load
     let pool = |name: &str, usd: f64, count: u32, sequences: u32| {
         format!(
             "[[pool]]\nname = \"{name}\"\nrole = \"auto\"\ncount = {count}\nusd_per_hour = {usd}\n\
@@ -136,8 +136,8 @@ fn instances_are_exchanged_for_those_of_another_pool_where_that_costs_less() {
     // equal but for their rent: nothing of the dear ones stays
     let [dear, cheap] = found([4, 1], [40, 40])[..] else { panic!("two pools") };
     assert!(dear == 0 && (3..=6).contains(&cheap), "{dear} dear and {cheap} cheap");
-    // four times as many sequences at twice the rent: seven cheap ones would hold too, and none of them be
-    // spared
+    // four times as many sequences at twice the rent: seven cheap ones would hold too, and none of them could
+    // be spared
     let [dear, cheap] = found([1, 8], [80, 20])[..] else { panic!("two pools") };
     assert!(dear >= 1 && 2 * dear + cheap < 7, "{dear} dear and {cheap} cheap");
 }

@@ -1,4 +1,4 @@
-//! Horizontal bars as inline SVG: what share of something each of a few things is.
+//! Horizontal bars as inline SVG, one per share.
 //!
 //! ```
 //! use mixfleet_report::bars::{Bars, BarRow};
@@ -28,7 +28,7 @@ const ROOM: (usize, usize) = (34, 27);
 pub struct BarRow {
     /// What the bar is about.
     pub name: String,
-    /// Its length, at least 0; what is not finite is as long as the longest one.
+    /// Length of the bar, at least 0; a value that is not finite is as long as the longest one.
     pub value: f64,
     /// The value in words.
     pub words: String,
@@ -41,7 +41,7 @@ pub struct BarRow {
 /// Bars under each other, from a common start.
 #[derive(Clone, Copy, Debug)]
 pub struct Bars<'a> {
-    /// What is shown of each row.
+    /// The label of each row.
     pub label: &'a str,
     /// A value at which a line is drawn through all rows, such as the whole of a share.
     pub full: Option<f64>,
@@ -70,7 +70,7 @@ impl Bars<'_> {
         let mut svg = format!("<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{label}\">");
         for (row, top) in self.rows.iter().zip((0..).map(|i| 4.0 + ROW * f64::from(i))) {
             let (name, words) = (shortened(&row.name, ROOM.0), shortened(&row.words, ROOM.1));
-            // nothing is shown as a line, to be told from a bar that is missing
+            // zero is shown as a line, to distinguish it from a missing bar
             let width = (at(row.value) - FROM).max(1.5);
             let _ = write!(
                 svg,

@@ -4,8 +4,9 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// Writes a file so that readers see all of the old or all of the new content, also after a loss of power:
-/// beside it first, under a name of this process's. What is there and no file, such as a pipe, is written to.
+/// Replaces a file atomically, so that readers see all of the old or all of the new content, also after a
+/// power failure: the content is written to a temporary file of this process first. An existing path that is
+/// not a regular file, such as a pipe, is written to directly.
 ///
 /// # Errors
 /// Those of the file system; the old content is kept then.

@@ -1,7 +1,7 @@
 //! Self-contained report pages: no script, no font and no picture from outside; light, dark and print.
 //!
-//! [`Html`] collects markup. What goes in as text comes out escaped; only [`Html::raw`] takes markup.
-//! [`page`] puts the frame and the style around it.
+//! [`Html`] collects markup. Text is escaped; only [`Html::raw`] takes markup. [`page`] adds the frame and
+//! the style.
 //!
 //! ```
 //! use mixfleet_report::html::{Html, TableCell, Tone, page};
@@ -87,7 +87,7 @@ impl TableCell {
 pub struct Drawing {
     /// Markup of the drawing.
     pub svg: String,
-    /// What it shows, for those who do not see it.
+    /// Alternative text for those who cannot see it.
     pub label: String,
     /// Header of the table of its numbers.
     pub header: Vec<String>,
@@ -167,7 +167,7 @@ impl Html {
         self.0.push_str("</tbody></table></div>\n");
     }
 
-    /// Opens a box with a bar of its own for what is wider than the window, which the keyboard reaches.
+    /// Opens a box that scrolls by itself if its content is wider than the window, also by keyboard.
     fn begin_scroll(&mut self, class: &str, label: &str) {
         let label = escape(label);
         let _ = write!(

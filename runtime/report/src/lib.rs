@@ -3,7 +3,7 @@
 //! [`html`] has the frame and the parts of a page, [`svg`] curves, [`bars`] horizontal bars; [`numbers`] and
 //! [`text`] format values for people, and [`files`] writes what others read.
 //!
-//! What is absent: devices, measurements, and what any single report says.
+//! Absent by design: devices, measurements, and the content of any single report.
 
 #![cfg_attr(
     not(test),

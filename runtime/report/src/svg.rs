@@ -229,7 +229,7 @@ impl Chart<'_> {
         rows
     }
 
-    /// Draws the `i`th curve. Every point that is told has its values as a title, which browsers show.
+    /// Draws the `i`th curve. Each labelled point has its values as a title, which browsers show.
     fn curve(
         &self,
         svg: &mut String,
@@ -292,7 +292,7 @@ fn dash(i: usize) -> String {
     }
 }
 
-/// Returns the mark of the `i`th series. Neighbours differ in form too, for those who see no colours.
+/// Returns the mark of the `i`th series. Neighbours differ in form too, for readers who cannot see colours.
 fn marker(i: usize, x: f64, y: f64, r: f64, inside: &str) -> String {
     let colour = colour(i);
     let outline = match (i + i / COLOURS) % COLOURS {
@@ -315,7 +315,7 @@ fn marker(i: usize, x: f64, y: f64, r: f64, inside: &str) -> String {
     format!("<polygon points=\"{}\" fill=\"{colour}\">{inside}</polygon>", corners.join(" "))
 }
 
-/// Where the names of series stand: in columns that are as wide as the longest of them.
+/// The positions of the series' names: in columns as wide as the longest name.
 struct Legend {
     columns: usize,
     width: f64,
@@ -518,7 +518,7 @@ mod tests {
                 assert!(x + CHARACTER * name.chars().count() as f64 <= WIDTH && y < height, "{x} {y} {name}");
             }
             assert_eq!(drawing.rows.len(), series.len(), "each point is in the table");
-            assert_eq!(svg.contains('…'), series.len() == 1, "only what has no room is cut");
+            assert_eq!(svg.contains('…'), series.len() == 1, "only names without room are cut");
         }
     }
 

@@ -3,16 +3,16 @@
 use crate::simulate::Results;
 use serde::Serialize;
 
-/// Share of a resource below which it does not bind: what is late then is late without any wait.
+/// Utilisation below which a resource does not bind: misses are then not due to waiting.
 pub const BINDS_MIN: f64 = 0.5;
 
 /// What instances can have too little of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Resource {
-    /// Time, most of it for prompts.
+    /// Compute time, mostly for prompts.
     Prompts,
-    /// Time, most of it for decode steps, within the objective for TBT.
+    /// Compute time, mostly for decode steps within the TBT objective.
     DecodeSteps,
     /// Memory for KV.
     KvMemory,
@@ -35,14 +35,14 @@ impl Resource {
     }
 }
 
-/// The resource of a pool of which most is used.
+/// The most used resource of a pool.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Bottleneck {
     /// Name of the pool.
     pub pool: String,
     /// The resource.
     pub resource: Resource,
-    /// How much of it is used, where 1 is all; the network may be asked for more.
+    /// Utilisation, where 1 is all of it; demand for the network may exceed 1.
     pub used: f64,
     /// Whether that is enough to make requests wait.
     pub binds: bool,
@@ -51,8 +51,8 @@ pub struct Bottleneck {
 impl Bottleneck {
     /// The resource that a run used most of; `None` if it used nothing for a measurable time.
     ///
-    /// An instance that does both has for its prompts the time that the least decode steps leave; their share
-    /// of it, and what its steps take beyond the least, together are its time.
+    /// An instance that does both has for its prompts the time left by the fewest decode steps; the prompts'
+    /// share of it, plus the time of steps beyond the fewest, is its utilisation.
     pub fn of(results: &Results) -> Option<Self> {
         let resources = results.pools.iter().flat_map(|pool| {
             let used = pool.used;

@@ -17,7 +17,7 @@ pub const SPEEDUP_MAX: f64 = 1_048_576.0;
 pub struct Goal {
     /// Requests of the trace.
     pub requests: u64,
-    /// The share of them that must meet the SLO.
+    /// The share of requests that must meet the SLO.
     pub share: f64,
 }
 
@@ -27,7 +27,7 @@ impl Goal {
         self.requests.saturating_sub(missed) as f64 / self.requests.max(1) as f64
     }
 
-    /// Whether so many requests have missed the SLO that the probe fails whatever becomes of the others.
+    /// Whether enough requests have missed the SLO that the probe fails regardless of the others.
     pub fn is_out_of_reach(&self, missed: u64) -> bool {
         self.attainable(missed) < self.share
     }
@@ -43,7 +43,7 @@ pub struct Probe {
     /// Share of all requests that met the SLO, 0 to 1. If the probe ended as soon as it was sure to fail, the
     /// share that was still possible then.
     pub slo_attainment: f64,
-    /// Whether that share suffices.
+    /// Whether that share is enough.
     pub passed: bool,
 }
 

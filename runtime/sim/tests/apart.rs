@@ -1,4 +1,4 @@
-//! Instances whose attention has devices of its own: what a plan's rates say of them, and a simulation.
+//! Instances with attention offload: a plan's rates against a simulation.
 
 use crate::common::fleet_from;
 use crate::common::full_loop::FullLoop;
@@ -57,7 +57,7 @@ impl Case {
         (carried.batch, carried.latency)
     }
 
-    /// Tokens per second of one instance that decodes for so many clients, whose prompts others compute,
+    /// Tokens per second of one instance that decodes for this many clients, whose prompts others compute,
     /// while all of them decode.
     fn simulated(&self, clients: u32, step: Seconds) -> f64 {
         let device = self.attending.map_or_else(

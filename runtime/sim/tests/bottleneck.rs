@@ -1,4 +1,4 @@
-//! What binds is named: each fleet here has too little of one thing alone.
+//! The binding resource is named: each fleet here lacks one resource alone.
 
 use crate::common::{at_random, fleet_from};
 use mixfleet_sim::bottleneck::{Bottleneck, Resource};

@@ -106,8 +106,8 @@ fn a_long_prompt_stops_after_the_step_in_progress_for_who_is_due_earlier() {
 
 #[test]
 fn nobody_starves_under_any_load() {
-    // Three times the instance's capacity arrives for ten minutes, all of it more urgent than the batch on
-    // arrival.
+    // Three times the instance's capacity arrives for ten minutes, and every later arrival is more urgent
+    // than the batch job.
     let mut requests = vec![request(0, 0.0, "batch", None)];
     requests.extend((1..3600).map(|id| request(id, id as f64 / 6.0, "chat", None)));
     let results = play(&fleet(BATCH), Admission::None, requests);
@@ -123,7 +123,7 @@ fn nobody_starves_under_any_load() {
         requests.extend((1..3600).map(|id| request(id, id as f64 / 6.0, "chat", None)));
         requests
     });
-    assert_eq!(class(&turned, "night").slo_attainment, 1.0, "what would be late is turned away instead");
+    assert_eq!(class(&turned, "night").slo_attainment, 1.0, "late requests are rejected instead");
 }
 
 /// Ten prompts of half a second at once: seven meet a TTFT of 4 s, and all steps with prompts miss a TBT of

@@ -1,5 +1,5 @@
-//! Instances whose devices divide whole experts (`ep:`): what a plan counts of them, what it writes, and what
-//! a simulation makes of that.
+//! Instances whose devices divide whole experts (`ep:`): their rates in a plan, the planned file, and a
+//! simulation of it.
 
 use crate::common::fleet_from;
 use crate::common::full_loop::FullLoop;

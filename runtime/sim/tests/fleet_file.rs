@@ -229,7 +229,7 @@ fn a_hole_in_the_measurements_goes_on_straight() {
 fn the_measured_engine_is_read_with_all_it_says() {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join(MEASURED);
     if !directory.exists() {
-        eprintln!("SKIPPED: {MEASURED} is not there; it lies beside the repository");
+        eprintln!("SKIPPED: {MEASURED} is absent; it belongs beside the repository");
         return;
     }
     let text = format!(

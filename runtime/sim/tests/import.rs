@@ -41,7 +41,7 @@ fn a_part_is_imported_and_a_quarter_of_its_rows_predicted_from_the_others() {
         assert!(held.error < 0.08, "{held:?}");
         assert_eq!((&evidence.basis, evidence.error), (&EvidenceBasis::Measured, Some(held.error)));
     }
-    // What is on the table is known to the profile as it stands.
+    // Points of the table are in the profile exactly.
     assert_eq!(profile.time(&points[0].sig), points[0].time);
 }
 

@@ -1,4 +1,4 @@
-//! KV nodes take what devices compute and lend it once the devices gave it up.
+//! KV nodes take computed prefixes and lend them after the devices have evicted them.
 
 #![allow(clippy::print_stdout)]
 
@@ -42,8 +42,8 @@ fn play(setup: &Setup, lines: &[u8]) -> Results {
     run(setup, trace.jitter(Seconds(3.0), 1), &mut ()).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// A fleet whose devices hold a tenth of what the conversations use, with KV nodes for the rest of it,
-/// against one whose devices hold all of it.
+/// A fleet whose devices hold a tenth of the conversations' KV, with KV nodes for the rest, against one whose
+/// devices hold all of it.
 #[test]
 fn a_kv_node_gives_the_hits_of_devices_with_as_much_memory() {
     let lines = generated(1500, 1.0);

@@ -9,8 +9,7 @@ use mixfleet_sim::simulate::{Choices, Observer, Results, Sample, Setup, run};
 use mixfleet_sim::trace::{ReadOptions, Requests, Trace};
 use std::path::Path;
 
-/// An SLO of which three quarters of the TBT are a step's fixed time: with 3 decode instances it binds before
-/// prefill does.
+/// An SLO whose TBT is three quarters fixed step time: with 3 decode instances it binds before prefill does.
 const SLO: &str = "ttft_s = 30.0\ntbt_s = 0.035\ntbt_metric = \"mean\"";
 
 /// Load of the prefill and of the decode pool, every 5 s.

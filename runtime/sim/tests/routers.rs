@@ -88,7 +88,7 @@ fn routers_that_know_of_each_other_admit_hardly_more_than_one() {
         println!("{routers} routers that hear after {delay_s} s admit {more:.4} of what one does");
         assert!(more < WANTED, "{routers} routers: {more}");
     }
-    println!("two that hear nothing admit {:.4} of it", admitted(2, 1e6) / one);
+    println!("two isolated routers admit {:.4} of it", admitted(2, 1e6) / one);
 }
 
 #[test]

@@ -74,7 +74,7 @@ fn with_equal_prices_per_dollar_is_at_least_as_good_as_the_better_of_both_at_eve
     let Some(path) = conversation() else { return };
     // Below 1.7 GB/s the hand-offs of this trace do not keep up, with or without pulls.
     let all = [3.1, 80.0, 6.2, 12.5, 25.0];
-    // Both ends and the middle are tested; all of them with more than one seed.
+    // Both ends and the middle are tested; with more than one seed, all of them.
     let some = if seeds().count() > 1 { &all[..] } else { &all[..3] };
     for &gb_per_s in some {
         let file = fleet(gb_per_s);

@@ -27,7 +27,7 @@ use std::path::Path;
 
 const H100: &str = "H100-SXM-80GB";
 
-/// Llama-3.1-8B on a part: so many instances for prompts and so many that decode, these with `more` keys.
+/// Llama-3.1-8B on a part: this many prefill and decode instances, the latter with `more` keys.
 fn fleet(part: &str, [prefill, decode]: [u32; 2], slo: &str, more: &str) -> FleetFile {
     fleet_from(&format!(
         "version = 1\n[model]\nname = 'llama-3.1-8b'\n[slo]\n{slo}\n[engine]\nname = 'vllm'\n\
@@ -89,8 +89,7 @@ fn prompts_and_answers_cost_each_other_what_they_take_of_the_devices() {
     assert!(share > 0.1 && (0.9..1.1).contains(&ratio), "{lost} s lost, {decoded} s attended to: {ratio}");
 }
 
-/// The most requests per second of this size, of which 95 % meet the objectives, that a fleet of these parts
-/// serves.
+/// The highest rate of requests of this size at which 95 % meet the objectives on a fleet of these parts.
 fn capacity(part: &str, counts: [u32; 2], [input, output]: [u64; 2], ttft_s: f64, more: &str) -> f64 {
     let mut random = Stream::new(7);
     let mut request = |id: u64, at: &mut f64| {
@@ -142,7 +141,7 @@ fn it_gains_where_whole_instances_divide_badly_and_loses_where_they_divide_well(
     }
 }
 
-/// A plan of so many instances that compute prompts and attend, and so many that decode, of H100.
+/// A plan of this many lending prefill instances, and this many decode instances, of H100.
 fn planned(counts: [u32; 2]) -> (Market, Vec<PlannedPool>) {
     let size = RequestSize { input_tokens: 4000, output_tokens: 400, cached_share: 0.0 };
     let market = Market::new(MarketAsk {
@@ -181,7 +180,7 @@ fn what_a_plan_writes_lends_as_the_plan_has_it() {
         let file = FleetFile::parse(&write(&pools), Path::new(""), &none).unwrap();
         let spare = file.pools[1].spare.as_ref().unwrap();
         assert_eq!((spare.pool.as_str(), spare.share), (file.pools[0].name.as_str(), None));
-        assert!(!write(&pools[1..]).contains("attn_pool"), "who lends is not in the fleet");
+        assert!(!write(&pools[1..]).contains("attn_pool"), "the lender is not in the fleet");
 
         // room and times are those by which the plan counts
         let lending = Lending::of(counts[0], counts[1]);

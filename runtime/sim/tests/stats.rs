@@ -78,7 +78,7 @@ fn coarser_blocks_hit_less_and_finer_ones_the_same() {
 struct NaiveCache(Vec<u64>);
 
 impl NaiveCache {
-    /// Number of leading cached blocks of `chain`, all of which are then cached, up to `capacity`.
+    /// Number of leading cached blocks of `chain`; all its blocks are then cached, up to `capacity`.
     fn hit_and_hold(&mut self, chain: &[u64], capacity: usize) -> usize {
         let hit = chain.iter().take_while(|key| self.0.contains(key)).count();
         self.0.retain(|key| !chain.contains(key));

@@ -299,7 +299,7 @@ mod tests {
             |name, workers| Partition::attention(&shape(name), workers, AttnSplit::Head).unwrap_err();
         assert!(refused("deepseek-v3", 2).contains("per byte of KV"));
         assert!(refused("qwen3-next-80b-a3b", 2).contains("linear attention"));
-        assert!(refused("llama-3.1-8b", 0).contains("needs a device"));
+        assert!(refused("llama-3.1-8b", 0).contains("needs at least one device"));
         assert!(refused("llama-3.1-8b", 33).contains("32 heads"));
         assert!("layer".parse::<AttnSplit>().unwrap_err().contains("head"));
         assert_eq!("head".parse::<AttnSplit>(), Ok(AttnSplit::Head));

@@ -1,8 +1,8 @@
-//! Ranked fleets grow until some hold, always those that cost least.
+//! Grows ranked fleets until some hold, always the cheapest ones first.
 //!
-//! Of all fleets that may still hold, the four cheapest are simulated; those that miss the objective come
-//! again with more instances, the last time with as many as cost less than what holds. So no fleet is
-//! simulated that costs more, whatever rates promised of it.
+//! Of all fleets that may still hold, the four cheapest are simulated; those that miss the objective return
+//! with more instances, finally with the most that cost less than the best fleet so far. So no more expensive
+//! fleet is simulated, even if its rates looked good.
 
 use super::{FleetTried, POLICIES, PlanSearch, WAVE, ended_missing};
 use crate::Result;
@@ -39,8 +39,8 @@ struct SimulatedFleet {
 }
 
 impl PlanSearch<'_> {
-    /// Simulates ranked fleets and adds those that hold: the cheapest, a few to compare it with, the cheapest
-    /// of one part, the cheapest with attention apart, and one in which devices that compute prompts attend.
+    /// Simulates ranked fleets and adds those that hold: the cheapest, a few for comparison, the cheapest of
+    /// one part, the cheapest with attention offload, and one in which prefill devices also run attention.
     pub(super) fn prove_ranked(&self, ranked: &[FormedFleet], outcome: &mut PlanFound) -> Result<()> {
         let planned =
             |fleet| GrowingFleet { fleet, usd_per_hour: fleet.usd_per_hour.0, next: None, simulated: None };

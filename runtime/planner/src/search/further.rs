@@ -1,4 +1,4 @@
-//! What is simulated beside the fleets that are ranked: exchanges of instances, and tiers for KV.
+//! Simulates variants of the ranked fleets: exchanged instances, and KV tiers.
 
 use super::{FleetTried, PlanSearch};
 use crate::Result;

@@ -36,7 +36,7 @@ impl Terms {
     }
 }
 
-/// The costs of runs, without what engines add; those of one model, part and split are made once.
+/// The costs of runs, without engine overheads; computed once per model, part and split.
 #[derive(Default)]
 pub(crate) struct Costs {
     made: BTreeMap<String, CostModel>,

@@ -1,8 +1,7 @@
-//! How far predictions of whole engines are off, on published runs: every group of runs (model, part, engine)
-//! is left out of the fit by which it is predicted.
-//! `cargo run --release -p mixfleet-sim --example truth [-- [--check] [WORDS]]`; with `--check`, exits with 1
-//! if the engines in the scheduler are not those that all runs give; with WORDS, predicts the groups alone
-//! whose names contain them.
+//! Measures how far predictions of whole engines are off, on published runs: every group of runs (model,
+//! part, engine) is held out of the fit that predicts it. `cargo run --release -p mixfleet-sim --example
+//! truth [-- [--check] [WORDS]]`; with `--check`, exits with 1 if the scheduler's engine profiles differ from
+//! those fitted to all runs; with WORDS, predicts only the groups whose names contain them.
 
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "it prints tables")]
 

@@ -5,11 +5,11 @@ use mixfleet_hal::catalog;
 use mixfleet_scheduler::cost::{AllReduce, CostModel, ProfileCost};
 use mixfleet_scheduler::{engines, models};
 
-/// What was measured.
+/// A measurement.
 enum Measured {
-    /// A prompt of so many tokens takes so many seconds.
+    /// Seconds for a prompt of this many tokens.
     Prompt(u32, f64),
-    /// One sequence with so much context gets so many tokens per second.
+    /// Tokens per second of one sequence with this much context.
     Alone(u32, f64),
 }
 

@@ -12,7 +12,7 @@ use std::path::Path;
 /// Devices of the largest instance whose links are known.
 const DEVICES_MAX: f64 = mixfleet_scheduler::cost::DEVICES_MAX as f64;
 
-/// A run: so many clients, each of which sends its next request when it has the answer to the last.
+/// A closed loop: a number of clients, each of which sends its next request when the last is answered.
 #[derive(Clone, Debug)]
 pub(crate) struct Run {
     pub(crate) model: &'static KnownModel,
@@ -48,20 +48,21 @@ pub(crate) struct SplitRun {
 pub(crate) struct Workers {
     pub(crate) count: u32,
     pub(crate) devices: u32,
-    /// Whether each device has sequences of its own, and a share of the experts.
+    /// Whether the devices divide sequences (data parallel attention) and experts among them.
     pub(crate) divided: bool,
 }
 
-/// What is read of the published runs.
+/// The published runs.
 #[derive(Default)]
 pub(crate) struct Runs {
     pub(crate) together: Vec<Run>,
     pub(crate) split: Vec<SplitRun>,
-    /// Number of others: of unknown models and parts, on more devices, or without the number of workers.
+    /// Number of skipped runs: of unknown models and parts, on more devices, or without the number of
+    /// workers.
     pub(crate) others: usize,
 }
 
-/// What runs have in common that are left out of a fit together.
+/// The group of runs that are held out of a fit together.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Group {
     pub(crate) engine: &'static str,
@@ -184,7 +185,7 @@ fn split(row: &Row) -> Option<SplitRun> {
     Some(SplitRun { run: run(row, decode.devices, clients)?, prefill, decode })
 }
 
-/// What runs of both kinds have.
+/// Fields that both kinds of runs have.
 fn run(row: &Row, devices: u32, clients: u32) -> Option<Run> {
     let model = match row.model_path.as_str() {
         "meta-llama/Llama-3.1-70B" => "llama-3.1-70b",

@@ -123,7 +123,7 @@ impl AttentionTable {
     }
 }
 
-/// Checks that a table with so many knots along its axes is not too large.
+/// Checks that a table with these knots along its axes is not too large.
 fn bounded(knots: &[usize]) -> Result<(), String> {
     let values = knots.iter().try_fold(1usize, |all, knots| all.checked_mul(*knots));
     match values.filter(|values| *values <= VALUES_MAX) {

@@ -153,7 +153,7 @@ impl EngineProfile {
             let context = row
                 .kv_prefill
                 .or(row.prefill_key)
-                .ok_or_else(|| format!("{} has neither kv_prefill nor prefill_key", path.display()))?;
+                .ok_or_else(|| format!("{} has neither column kv_prefill nor prefill_key", path.display()))?;
             profile.mean_keys |= row.kv_prefill.is_none();
             profile.attention.push(AttentionPoint {
                 prefill_tokens: row.prefill_chunk,
@@ -167,7 +167,7 @@ impl EngineProfile {
     }
 }
 
-/// A profile without times, of what the `meta` files say, either of which may be absent.
+/// A profile without times, from the `meta` files; either may be absent.
 fn meta(whole: &Path, tables: &Path) -> Result<EngineProfile, String> {
     let described = |error: &dyn std::fmt::Display, path: &Path| format!("{}: {error}", path.display());
     let near = |name: &str| {

@@ -53,7 +53,7 @@ pub struct EngineProfile {
     pub attention: Vec<AttentionPoint>,
 }
 
-/// What an engine was configured with; what is unknown is absent.
+/// Configuration of an engine; unknown values are absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct EngineLimits {
@@ -94,7 +94,7 @@ impl EngineProfile {
     /// Reads a document of this schema; `None` if `text` is of another.
     ///
     /// # Errors
-    /// A description of what does not conform.
+    /// A description of the violation.
     pub fn from_json(text: &str) -> Result<Option<Self>, String> {
         #[derive(Deserialize)]
         struct Named {

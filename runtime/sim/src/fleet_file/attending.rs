@@ -1,4 +1,4 @@
-//! Instances whose attention has devices of its own.
+//! Instances with attention offload.
 
 use super::cost::{Hardware, Refusal};
 use super::{FleetFileError, FleetSources, Model, raw};
@@ -56,7 +56,7 @@ pub(super) fn names(pool: &raw::RawPool) -> Result<Option<[&str; 2]>, FleetFileE
     }
 }
 
-/// The link to those that attend, where the file states one.
+/// The link to the attention devices, if the file states one.
 pub(super) fn link(pool: &raw::RawPool) -> Result<Option<LinkCost>, FleetFileError> {
     let link = pool.attn_link.as_ref().map(|link| match link.gb_per_s > 0.0 && link.latency_s >= 0.0 {
         true => Ok(LinkCost {
@@ -99,7 +99,7 @@ impl AttendingHardware {
             ("experts_by_member", pool.experts_by_member),
         ];
         if let Some((key, _)) = beside.into_iter().find(|(_, given)| *given) {
-            return Err(wrong(key, format!("stands beside a device \"{WORD}...\"; give one of them")));
+            return Err(wrong(key, format!("cannot be combined with a device \"{WORD}...\"; give one of them")));
         }
         let count = pool.attn_devices.unwrap_or(1);
         if count == 0 {
@@ -120,7 +120,7 @@ impl AttendingHardware {
         self.split.unwrap_or_else(|| AttnSplit::even(shape, self.count))
     }
 
-    /// Who has what of a model.
+    /// Which devices have which part of a model.
     pub(super) fn partition(&self, model: &Model) -> Result<(Partition, ModelShape), Refusal> {
         let missing = || ("device", "is missing the model's shape, without which nothing is divided".into());
         let shape = model.shape.as_ref().ok_or_else(missing)?;

@@ -14,7 +14,7 @@ pub struct Class {
     pub members: ClassMembers,
     /// The objectives or deadline of its requests.
     pub promise: Promise,
-    /// Seconds by which they go behind the place that this gives them, or ahead of it if below 0, as vLLM's
+    /// Seconds by which they are later than their objective's due time, or earlier if below 0, as vLLM's
     /// `priority`.
     pub priority: f64,
 }
@@ -23,7 +23,7 @@ pub struct Class {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ClassMembers {
-    /// A random share of the requests; those of one conversation stay together.
+    /// A random share of the requests; requests of one conversation stay together.
     Share(f64),
     /// Requests whose client, model or other label in the trace matches; `*` stands for any characters.
     Label(String),
@@ -61,7 +61,7 @@ pub(super) fn resolve(raw: raw::Class, slo: &Slo, others: &[Class]) -> Result<Cl
             return Err(FleetFileError::value(key("share"), cause));
         }
         (None, Some(label)) => ClassMembers::Label(label),
-        _ => return Err(wrong("needs either share or label, to say who is of it")),
+        _ => return Err(wrong("needs either share or label, to select its requests")),
     };
     let promise = match (raw.deadline_s, raw.ttft_s.or(raw.tbt_s)) {
         (Some(_), Some(_)) => {

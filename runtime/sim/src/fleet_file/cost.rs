@@ -88,7 +88,7 @@ impl Hardware {
                 if pool.profile.is_some() {
                     return Err(wrong(
                         "profile",
-                        format!("stands beside device = \"{file}\"; give one of them"),
+                        format!("cannot be combined with device = \"{file}\"; give one of them"),
                     ));
                 }
                 (None, Some(("device", file)))
@@ -122,7 +122,7 @@ impl Hardware {
         Ok(Hardware { part, source })
     }
 
-    /// The likely relative error of predictions; `None` for what was measured or stated as it is.
+    /// The likely relative error of predictions; `None` for measured or stated times.
     pub(super) fn likely_error(
         &self,
         pool: &raw::RawPool,
@@ -354,7 +354,7 @@ fn engine_profile(path: &Path, devices: u32) -> Result<Option<EngineProfile>, St
     if path.is_dir() {
         return EngineProfile::read_directory(&TableDirectory::find(path, devices)).map(Some);
     }
-    // What cannot be read is explained by who reads it next.
+    // errors are reported by the later, full read
     mixfleet_hal::files::read_text(path).map_or(Ok(None), |text| EngineProfile::from_json(&text))
 }
 
@@ -374,7 +374,7 @@ fn datasheet(part: &'static Part) -> DeviceSource {
             (profile, basis)
         }
         None => {
-            (part.profile(), format!("datasheet of {} in full: nobody published what kernels reach", part.id))
+            (part.profile(), format!("datasheet of {} without kernel efficiency, for which no published data exists", part.id))
         }
     };
     DeviceSource { profile, basis }

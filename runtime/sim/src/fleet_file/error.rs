@@ -23,7 +23,7 @@ pub enum FleetFileError {
     Value {
         /// The table and key.
         place: String,
-        /// The value, and what is allowed.
+        /// The value, and the allowed values.
         cause: String,
     },
 }
@@ -42,7 +42,7 @@ impl FleetFileError {
         let is_table = error.message().contains("invalid type: map, expected a sequence");
         FleetFileError::Syntax(match nearest {
             None if is_table => {
-                format!("{}; a table of which there may be several is [[written so]]", text.trim_end())
+                format!("{}; a table that may occur several times is written [[like this]]", text.trim_end())
             }
             Some(nearest) => format!("{}; did you mean `{nearest}`?", text.trim_end()),
             None => text.trim_end().to_owned(),

@@ -8,7 +8,7 @@ use mixfleet_hal::units::GIB;
 use mixfleet_scheduler::batch::BatchLimits;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, KvCopyCost};
 
-/// The keys that are given, of those that only an instance with devices has.
+/// Keys in the file that only an instance with devices may have.
 fn of_devices(raw: &raw::RawPool) -> impl Iterator<Item = &'static str> {
     let keys = [
         ("flexible", raw.flexible),
@@ -35,8 +35,8 @@ fn of_devices(raw: &raw::RawPool) -> impl Iterator<Item = &'static str> {
     keys.into_iter().filter(|(_, given)| *given).map(|(key, _)| key)
 }
 
-/// Resolves a pool of KV nodes. What a node lends and takes goes over its network interface, which is slower
-/// than its memory.
+/// Resolves a pool of KV nodes. Transfers of a node go over its network interface, which is slower than its
+/// memory.
 pub(super) fn pool(
     raw: &raw::RawPool,
     model: &Model,
@@ -59,7 +59,7 @@ pub(super) fn pool(
     let ssd_tokens = tokens_or_bytes(place, "ssd", raw.ssd_tokens, raw.ssd_bytes, model)?.unwrap_or(0);
     let ssd = TierSize { tokens: ssd_tokens, gb_per_s: raw.ssd_gb_per_s.unwrap_or(SSD_GB_PER_S) };
     positive(&key("ssd_gb_per_s"), ssd.gb_per_s)?;
-    // as in `worker`, half of the memory is then for what goes to the disk and comes from it
+    // as in `worker`, half of the memory is then for transfers to and from the disk
     let below = if ssd_tokens > 0 { tokens / 2 } else { 0 };
     let (cache_tokens, dram) = (tokens - below, TierSize { tokens: below, gb_per_s: DRAM_GB_PER_S });
     let nic_gb_per_s = raw.nic_gb_per_s.unwrap_or(InstancePool::NIC_GB_PER_S);

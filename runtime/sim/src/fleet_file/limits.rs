@@ -13,8 +13,8 @@ const INSTANCES_MAX: u64 = 10_000;
 /// Maximum number of tokens in a tier of an instance, stated or derived from bytes.
 pub(super) const TIER_TOKENS_MAX: u64 = 1_000_000_000_000;
 
-/// The minimum nonzero value and the maximum value of a key, in whatever table it is: counts, bytes, seconds,
-/// rates and dollars.
+/// The minimum nonzero value and the maximum value of a key, in every table: counts, bytes, seconds, rates
+/// and dollars.
 fn bounds(key: &str) -> (f64, f64) {
     match key {
         "layers" | "head_dim" | "pipeline_stages" | "devices_per_instance" | "attn_devices" => {

@@ -190,8 +190,8 @@ pub struct InstancePool {
     pub devices_per_instance: u32,
     /// Devices that keep the KV and attend, if they are others than those above.
     pub attention: Option<AttentionDevices>,
-    /// The pool whose devices attend to a part of the requests, if one does; [`FleetFile::lent`] has what
-    /// follows.
+    /// The pool whose devices run attention for a part of the requests, if any; [`FleetFile::lent`] has the
+    /// details.
     pub spare: Option<SparePool>,
     /// Number of pipeline stages, each on that many devices; 1 means that all layers are together.
     pub pipeline_stages: u32,
@@ -201,7 +201,7 @@ pub struct InstancePool {
     pub cost_basis: String,
     /// What KV that comes or goes takes of steps; nothing where no device is known.
     pub kv_copies: KvCopyCost,
-    /// Likely relative error of those times, where it is known.
+    /// Likely relative error of those times, if known.
     pub likely_error: Option<f64>,
     /// Rent of an instance in USD per hour, if known.
     pub usd_per_hour: Option<f64>,
@@ -273,7 +273,7 @@ impl FleetFile {
     /// name`.
     ///
     /// # Errors
-    /// A [`FleetFileError`] with the place, the value and what is allowed.
+    /// A [`FleetFileError`] with the place, the value and the allowed values.
     pub fn read(
         path: &Path,
         sources: FleetSources<'_>,

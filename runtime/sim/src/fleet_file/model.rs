@@ -57,8 +57,9 @@ pub(super) fn resolve(raw: &raw::Model) -> Result<Model, FleetFileError> {
     })
 }
 
-/// The model as the devices of a pool's instance divide it, or the key and what is wrong with it: with whole
-/// experts on each, if the pool says so, and with the rest of the weights on every device or divided, too.
+/// The model as divided among the devices of a pool's instance, or the key and the fault: with whole experts
+/// on each device if the pool says so, and with the rest of the weights copied to every device or divided
+/// too.
 pub(super) fn on_pool(model: &Model, pool: &raw::RawPool) -> Result<Model, (&'static str, String)> {
     let skew = pool.expert_skew.unwrap_or(0.0);
     if pool.expert_skew.is_some() && !(pool.experts_by_member && skew.is_finite() && skew >= 0.0) {
@@ -67,7 +68,7 @@ pub(super) fn on_pool(model: &Model, pool: &raw::RawPool) -> Result<Model, (&'st
     if pool.experts_by_member {
         let key = "experts_by_member";
         if pool.expert_parallel {
-            return Err((key, "stands beside expert_parallel; give one of them".into()));
+            return Err((key, "cannot be combined with expert_parallel; give one of them".into()));
         }
         let shape = model.shape.as_ref().and_then(|shape| shape.with_experts_by_member(skew));
         let shape = shape.ok_or_else(|| (key, format!("is true, and {} has no experts", model.name)))?;

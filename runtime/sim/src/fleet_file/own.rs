@@ -13,7 +13,7 @@ pub struct OwnDevice {
     pub part: Option<&'static Part>,
     /// Its memory.
     pub memory: Bytes,
-    /// The calibrations that serving kept of it.
+    /// Calibrations of this machine that serving has saved.
     pub calibrations: Vec<OwnCalibration>,
 }
 

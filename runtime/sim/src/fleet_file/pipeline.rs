@@ -46,7 +46,7 @@ pub(super) fn check(
     }
     if pool.calibration.is_some() {
         let cause =
-            "stands beside a calibration, which tells what the instance takes as it is; give one of them";
+            "cannot be combined with a calibration, which has the times of the whole instance; give one of them";
         return wrong(stages_key, cause.into());
     }
     let Some(shape) = &model.shape else {

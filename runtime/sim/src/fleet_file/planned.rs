@@ -112,7 +112,7 @@ impl PlannedText<'_> {
         text
     }
 
-    /// The name of a pool whose attention has no part of its own.
+    /// The name of a pool without attention offload.
     fn name(&self, pool: &PlannedPool) -> String {
         let (layout, offer) = (pool.layout, &self.market.parts()[pool.part]);
         let as_one = layout.words().replace(' ', "-").replace(':', "");

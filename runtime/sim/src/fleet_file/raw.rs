@@ -98,7 +98,7 @@ fn role<'de, D: Deserializer<'de>>(from: D) -> Result<Role, D::Error> {
     let name = String::deserialize(from)?;
     if name == "attention" {
         return Err(D::Error::custom(
-            "attention is no role: devices that attend are in one instance with those that have the weights; give \
+            "attention is not a role: attention devices are in one instance with those that have the weights; give \
              role = \"decode\" or \"auto\", and device = \"attn:A,B\" with attn_devices for the number of B",
         ));
     }

@@ -88,9 +88,9 @@ pub(super) fn file(
 struct PoolHardware<'a> {
     /// Those with the weights.
     first: &'a Hardware,
-    /// Those that attend.
+    /// The attention devices.
     attending: Option<&'a AttendingHardware>,
-    /// Those of others that attend to a part of the requests.
+    /// Devices of other instances that run attention for a part of the requests.
     spare: Option<&'a SpareHardware<'a>>,
 }
 

@@ -6,7 +6,7 @@
 pub struct Routing {
     /// How many; at least one.
     pub count: u32,
-    /// From a router's word to an instance until the other routers know of it, in seconds.
+    /// Seconds from a router's message to an instance until the other routers know of it.
     pub delay_s: f64,
 }
 
@@ -16,7 +16,7 @@ impl Routing {
 }
 
 impl Default for Routing {
-    /// One router; word of another would take two ways through a data centre's network.
+    /// One router; a message of another would cross a data centre's network twice.
     fn default() -> Self {
         Routing { count: 1, delay_s: 1e-3 }
     }

@@ -16,7 +16,7 @@ use std::sync::Arc;
 pub struct SparePool {
     /// Its name.
     pub pool: String,
-    /// Share of the room for KV of its instances that is lent, if the file states one.
+    /// Share of its instances' room for KV that is lent, if the file states one.
     pub share: Option<f64>,
     /// Devices of one of its instances.
     pub devices: u32,
@@ -55,7 +55,7 @@ impl<'a> SpareHardware<'a> {
         if let Some((key, _)) = beside.into_iter().find(|(_, given)| *given) {
             return Err(wrong(
                 "attn_pool",
-                format!("does not stand beside {key} as it is here; give one of them"),
+                format!("cannot be combined with this {key}; give one of them"),
             ));
         }
         let of_all = || pools.iter().zip(hardware);
@@ -89,8 +89,8 @@ impl<'a> SpareHardware<'a> {
         self.hardware
     }
 
-    /// The cost model of an instance whose weights are on `first`, and its origin, whatever it borrows. What
-    /// crosses has the instance's network, unless the file says otherwise.
+    /// The cost model of an instance whose weights are on `first`, and its origin, without borrowed devices.
+    /// Exchanges use the instance's network, unless the file says otherwise.
     pub(super) fn cost(
         &self,
         first: &Hardware,
@@ -124,8 +124,8 @@ impl<'a> SpareHardware<'a> {
 }
 
 impl FleetFile {
-    /// The instances that attend for those of a pool: the index of their pool, and who attends for whom.
-    /// `None` if there are none.
+    /// The lenders of a pool's instances: the index of the lending pool, and which lender serves which
+    /// borrower. `None` if there are none.
     pub fn lending(&self, pool: usize) -> Option<(usize, Lending)> {
         let own = &self.pools[pool];
         let name = &own.spare.as_ref()?.pool;
@@ -133,8 +133,8 @@ impl FleetFile {
         (own.count > 0).then(|| (lender, Lending::of(self.pools[lender].count, own.count)))
     }
 
-    /// The pools as they are with their present numbers of instances: those that borrow have more room for
-    /// KV, and the cost of steps while all that attend for them are at work; those that lend have less room.
+    /// The pools with their present numbers of instances: borrowers have more room for KV, and step costs
+    /// that assume all of their lenders busy; lenders have less room.
     pub fn lent(&self) -> Vec<InstancePool> {
         let mut pools = self.pools.clone();
         for (at, own) in self.pools.iter().enumerate() {

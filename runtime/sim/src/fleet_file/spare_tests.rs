@@ -43,7 +43,7 @@ fn what_is_lent_is_borrowed_and_costs_nothing_more() {
         let all = (room - left) * u64::from(prefill.min(lenders * decode));
         assert!(borrowed <= all + u64::from(decode), "{prefill} for {decode}: {borrowed} of {all}");
         assert!(borrowed as f64 > 0.99 * all as f64, "{prefill} for {decode}: {borrowed} of {all}");
-        // a batch of which others attend to the share that their room is
+        // a batch with the lenders' share of attention equal to their share of room
         let CostModel::Spare(_) = &pools[1].cost else { panic!("{:?}", pools[1].cost_basis) };
         assert!(pools[1].cost.spare_share(64, 64 * 4096) > 0.0);
     }
@@ -102,7 +102,7 @@ fn what_cannot_lend_is_refused_with_the_key_and_the_reason() {
     let prefill = PREFILL.replace("device = 'H100-SXM-80GB'", apart);
     says(llama, &format!("{prefill}{decode}"), &["no pool of role \"prefill\""]);
     let decode_apart = decode.replace("device = 'H100-SXM-80GB'", apart);
-    says(llama, &format!("{PREFILL}{decode_apart}"), &["attn_pool", "beside device"]);
+    says(llama, &format!("{PREFILL}{decode_apart}"), &["attn_pool", "combined with this device"]);
     let calibrated = "calibration = { prefill_s = { overhead = 0.1, per_token = 1e-4, per_token_squared = 0.0 }, \
                       decode_s = { base = 0.01, per_sequence = 1e-4, per_kv_token = 1e-8 } }\n";
     let prefill =

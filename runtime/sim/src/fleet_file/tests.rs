@@ -347,7 +347,7 @@ fn a_mixture_of_experts_is_sliced_or_its_experts_are_divided() {
     let by_member = |more: &str| read("deepseek-v3", &format!("experts_by_member = true\n{more}")).unwrap();
     let (even, skewed) = (by_member(""), by_member("expert_skew = 0.5"));
     assert_eq!(even.pools[0].cache_tokens, sliced.pools[0].cache_tokens);
-    // arithmetic: a member that is bound by memory reads all of its experts, whoever is asked more often
+    // arithmetic: a member that is bound by memory reads all of its experts, at any skew
     let prompt = mixfleet_scheduler::cost::Prefill { context: 0, tokens: 8192, last: true };
     let step = |file: &FleetFile| file.pools[0].cost.step_s(&[prompt], 0, 0).0;
     assert!(step(&skewed) > step(&even), "{} {}", step(&skewed), step(&even));
@@ -413,7 +413,7 @@ fn stages_take_their_devices_memory_and_rent_and_share_a_prompt() {
         of("pipeline_stages = 2\npipeline_chunk_tokens = 9000"),
         &["is 9000", "max_batched_tokens, which is 512"],
     );
-    // sequences in two groups, each of which meets half of the layers at a time
+    // sequences in two groups, each in half of the layers at a time
     let whole = pool("device = \"L40S\"").unwrap().pools[0].cost.decode_step_s(8, 8000);
     let two = pool("device = \"L40S\"\npipeline_stages = 2").unwrap().pools[0].cost.clone();
     let step = two.decode_step_s(16, 16_000);

@@ -31,7 +31,7 @@ impl Table {
     /// Reads the file at `path`; its content decides which format it has.
     ///
     /// # Errors
-    /// A message with the file's name and what is wrong with it.
+    /// A message with the file's name and the fault.
     pub(super) fn read(path: &Path) -> Result<Self, String> {
         let name = path.display().to_string();
         let failed = |cause: &dyn std::fmt::Display| format!("{name}: {cause}");

@@ -13,9 +13,10 @@ pub(super) enum Next {
     Wake { instance: u32 },
     /// A prompt's KV has arrived at its decode instance.
     Landed { request: u64, attempt: u32 },
-    /// An instance has room for KV, of which it holds `held_tokens`: senders are told, after direct messages.
+    /// An instance has room for KV, of which it holds `held_tokens`: senders get the notice, after direct
+    /// messages.
     Reserved { instance: u32, request: u64, attempt: u32, held_tokens: u32 },
-    /// The decode instance has taken over a request: its prefill instance is told.
+    /// The decode instance has taken over a request: its prefill instance gets the notice.
     TakenOver { request: u64, attempt: u32 },
     /// A reservation was revoked.
     Revoked { instance: u32, request: u64, attempt: u32 },
@@ -25,7 +26,7 @@ pub(super) enum Next {
     Loaded { instance: u32, request: u64, attempt: u32, blocks: u32 },
     /// A pulled prefix has arrived: of a prompt, or of a copy ahead of demand.
     Pulled { from: u32, prefix: LentPrefix },
-    /// Routers hear the lengths of the answers of others, for the `number`th time.
+    /// Routers receive the lengths of other routers' answers, for the `number`th time.
     Beat { number: u32 },
     /// An instance becomes slower, by the setup's slowdown at `index`.
     SlowsDown { index: u32 },
@@ -41,7 +42,7 @@ pub(super) struct LentPrefix {
     pub(super) to: u32,
     /// Leading tokens that the receiver has once it has arrived.
     pub(super) tokens: u32,
-    /// Tokens of it that are sent, of which some are on the sender's devices.
+    /// Tokens to send, some of which are on the sender's devices.
     pub(super) sent: u32,
     pub(super) gathered: u32,
 }

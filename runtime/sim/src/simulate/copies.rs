@@ -38,7 +38,7 @@ pub(super) struct Copies {
 }
 
 impl World<'_> {
-    /// Sends a lent prefix, which is ready at `ready_s`, if it is still waited for.
+    /// Sends a lent prefix, which is ready at `ready_s`, unless it is no longer awaited.
     pub(super) fn lent(&mut self, from: u32, prefix: LentPrefix, ready_s: f64) {
         let LentPrefix { request, attempt, to, sent, gathered, .. } = prefix;
         let mut arrives_s = self.now_s;
@@ -59,8 +59,8 @@ impl World<'_> {
         self.schedule(arrives_s, Next::Pulled { from, prefix });
     }
 
-    /// Lets KV of as much as `tokens` tokens go from one instance to another, of which `gathered` are on the
-    /// devices there.
+    /// Sends KV of `tokens` tokens from one instance to another, `gathered` of which are on the sender's
+    /// devices.
     pub(super) fn leaves(&mut self, from: u32, to: u32, tokens: f64, gathered: f64) {
         let bytes = |tokens: f64| Bytes(tokens * self.setup.fleet.kv_bytes_per_token as f64);
         let takes = self.setup.instances[from as usize].spec.kv_copies;
@@ -93,8 +93,8 @@ impl World<'_> {
         }
     }
 
-    /// Offers the KV of a complete answer, which `instance` has, to KV nodes, and starts the copy that one of
-    /// them takes.
+    /// Offers the KV of a complete answer on `instance` to KV nodes, and starts the copy that one of them
+    /// accepts.
     pub(super) fn offer(&mut self, request: u64, instance: InstanceId, flight: &Flight) {
         if !self.routers.first().has_kv_node() {
             return;
@@ -113,7 +113,7 @@ impl World<'_> {
         copies.into_iter().for_each(|action| self.begin_copy(action));
     }
 
-    /// Starts the copy that an action of the fleet machine asks for: it waits for room among the requests.
+    /// Starts a copy requested by the fleet machine: it waits for room among the requests.
     pub(super) fn begin_copy(&mut self, action: Action) {
         let Action::Replicate { from, to, hashes, .. } = action else { return };
         self.copies.asked += 1;

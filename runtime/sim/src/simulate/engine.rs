@@ -1,7 +1,7 @@
 //! One instance: the scheduler's own machine ([`mixfleet_scheduler::batch`]), with the step times of its cost
 //! model.
 //!
-//! A run of equal decode steps is one event, however long; a message that comes meanwhile is handled after
+//! A run of equal decode steps is one event, of any length; a message that comes during it is handled after
 //! the current step, and ends the run.
 
 mod copying;
@@ -60,8 +60,8 @@ pub(super) enum Message {
     /// The KV of the first `tokens_valid` tokens is here, and for a hand-off also the next token, drawn at
     /// `since_s`.
     Landed { request: u64, tokens_valid: u32, since_s: Option<f64> },
-    /// Another instance, which holds `held_tokens` of it, pulls a prefix. What is on the devices is kept for
-    /// it.
+    /// Another instance, which holds `held_tokens` of the prefix, pulls it. Its part on the devices is kept
+    /// for the pull.
     Lend { prefix: LentPrefix, held_tokens: u32, chain: Arc<[BlockHash]> },
     /// A lent prefix has been read.
     Unlend { request: u64 },
@@ -75,17 +75,17 @@ pub(super) enum Message {
 
 /// A result of an instance's work.
 pub(super) enum Outcome {
-    /// The computation of a prompt started, of which `reused` was there.
+    /// The computation of a prompt started, with `reused` cached tokens.
     Began { request: u64, reused: Reused },
     /// The first `tokens` tokens of a prompt are computed.
     Progress { request: u64, tokens: u32 },
     /// The first token was drawn.
     Prefilled { request: u64 },
-    /// There is room for KV from elsewhere, of which `held_tokens` tokens are here.
+    /// There is room for KV from elsewhere; `held_tokens` tokens are here already.
     Reserved { request: u64, attempt: u32, held_tokens: u32 },
     /// A reservation was revoked: the request is placed again.
     Revoked { request: u64 },
-    /// What came of a copy is kept.
+    /// The received part of a copy is kept.
     Kept { request: u64 },
     /// A request that was running gave its memory to others and recomputes later.
     Preempted,
@@ -112,7 +112,7 @@ pub(super) enum Outcome {
 }
 
 enum Plan {
-    /// One step, of which decoding alone would take `decode_s`.
+    /// One step; decoding alone would take `decode_s`.
     Step { parts: Vec<StepSequence>, began_s: f64, time_s: f64, decode_s: f64, slower: f64 },
     /// A run of decode steps.
     Run(Run),
@@ -169,9 +169,9 @@ pub(super) struct Engine {
     /// The last plan whose end was scheduled.
     told: u64,
     actions: Vec<Action<()>>,
-    /// Whether a load began since the machine was asked last.
+    /// Whether a load began since the machine was last queried.
     has_news: bool,
-    /// Sequences whose load was skipped: the machine is told that no block was loaded.
+    /// Sequences whose load was skipped: the machine is notified that no block was loaded.
     without_load: Vec<u64>,
 }
 
@@ -310,7 +310,7 @@ impl Engine {
             Keys::new(request, to_u32(chain.len()) * self.block_tokens, chain.into(), self.block_tokens);
         self.tell(Event::Lend { request, text });
         let Some(Action::Lent { pages, .. }) = self.actions.pop() else {
-            unreachable!("what is asked for is lent")
+            unreachable!("requested blocks are lent")
         };
         let below = &chain[pages.len()..];
         let by_tier = self.lower.prefix(below);
@@ -444,14 +444,15 @@ impl Engine {
         }
     }
 
-    /// Tells the machine that a step is done, and which answers are complete with it; none unless `some_end`.
+    /// Notifies the machine that a step is done, and which answers are complete with it; none unless
+    /// `some_end`.
     fn step_done(&mut self, now_s: f64, parts: &[StepSequence], some_end: bool, outcomes: &mut Vec<Outcome>) {
         let mut ended = Vec::new();
         let sampled = parts.iter().filter(|part| part.sample).map(|&StepSequence { request, .. }| {
             let active = self.machine.text_mut(request).map(|text| &mut text.active);
             let ends = active.filter(|active| some_end && active.generated >= active.output_tokens);
             let finished = ends.is_some();
-            // The machine forgets whoever ends.
+            // The machine forgets ended requests.
             ended.extend(ends.map(|active| (request, std::mem::take(&mut active.gaps))));
             Sampled { request, finished }
         });
@@ -490,7 +491,7 @@ impl Engine {
                     let attempt = active.attempt;
                     outcomes.push(Outcome::Reserved { request, attempt, held_tokens: tokens_cached });
                 }
-                // A placement that was lost meanwhile is not lost again.
+                // A placement that was already lost is not lost again.
                 Action::Revoked { request } if self.lets_go(request) => {}
                 Action::Revoked { request } => outcomes.push(Outcome::Revoked { request }),
                 Action::Kept { request } => outcomes.push(Outcome::Kept { request }),
@@ -521,7 +522,7 @@ impl Engine {
         self.actions = actions;
     }
 
-    /// Begins a step, with those that are certain to follow it.
+    /// Begins a step, with the following steps that are certain.
     fn begin(&mut self, began_s: f64, parts: Vec<StepSequence>, outcomes: &mut Vec<Outcome>) {
         self.plans += 1;
         let parts = match self.run(began_s, parts) {

@@ -57,13 +57,13 @@ pub(super) struct HandOffTarget {
     prompt_tokens: u32,
     /// The first token that it lacks.
     lacks_from: u32,
-    /// Its pages, in blocks of so many tokens.
+    /// Pages of the transfer, in blocks of this many tokens.
     parts: PageParts,
     block_tokens: u32,
 }
 
 impl HandOffTarget {
-    /// The receiver of a prompt of so many tokens, of which it holds the first `lacks_from`.
+    /// The receiver of a prompt of this many tokens; it holds those before `lacks_from`.
     pub(super) fn new(prompt_tokens: u32, lacks_from: u32, decoder: &Instance) -> Self {
         HandOffTarget {
             prompt_tokens,
@@ -73,7 +73,7 @@ impl HandOffTarget {
         }
     }
 
-    /// What is sent of the `computed` tokens: as many tokens of all layers.
+    /// Number of the `computed` tokens that are sent: as many tokens of all layers.
     pub(super) fn tokens_sent(&self, computed: &Range<u32>) -> f64 {
         let computed = u64::from(computed.start.max(self.lacks_from))..u64::from(computed.end);
         self.parts.tokens_sent(&computed, self.prompt_tokens.into(), self.block_tokens)

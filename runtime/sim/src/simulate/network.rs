@@ -1,5 +1,4 @@
-//! The network: each instance has one link out and one in, each of which carries one transfer after the
-//! other.
+//! The network: each instance has one link out and one in, each of which carries one transfer at a time.
 
 use super::Setup;
 use mixfleet_scheduler::cost::LinkCost;

@@ -2,7 +2,7 @@
 
 use mixfleet_scheduler::fleet::{Action, Event};
 
-/// Callbacks of a run. What is not implemented is not computed. `()` observes nothing.
+/// Callbacks of a run. Values for methods that are not implemented are not computed. `()` observes nothing.
 pub trait Observer {
     /// A request arrives, the `requests`th.
     fn arrived(&mut self, _now_s: f64, _requests: u64) {}
@@ -10,7 +10,7 @@ pub trait Observer {
     /// The fleet machine answers an arrival.
     fn decided(&mut self, _now_s: f64, _action: &Action) {}
 
-    /// The fleet machine is told an event.
+    /// The fleet machine receives an event.
     fn told(&mut self, _now_s: f64, _event: &Event) {}
 
     /// An answer is complete.

@@ -15,7 +15,7 @@ const INTERVAL_S: f64 = 0.1;
 /// Number of samples after which the interval is doubled.
 const SAMPLES: u32 = 256;
 
-/// How far the resources of a pool's instances are used, where 1 is all of them.
+/// Utilisation of the resources of a pool's instances, where 1 is all of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PoolUse {
     /// Share of the time that computed prompts.

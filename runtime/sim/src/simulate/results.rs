@@ -123,7 +123,7 @@ pub struct Misses {
     pub deadline: u64,
 }
 
-/// What came out for one class.
+/// Results of one class.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ClassResult {
     /// Of the fleet file; `default` has the rest.
@@ -140,7 +140,7 @@ pub struct ClassResult {
     pub slo_attainment: f64,
 }
 
-/// What came out.
+/// Results of a run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Results {
     /// [`Results::SCHEMA`].
@@ -193,7 +193,7 @@ pub struct Results {
     pub prefill_wasted_s: f64,
     /// By pair of pools, `from->to`.
     pub kv_bytes_moved: BTreeMap<String, f64>,
-    /// Of these, what was copied ahead of demand or taken by KV nodes, where the fleet does that.
+    /// The part of it that was copied ahead of demand or taken by KV nodes, if the fleet does that.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replicated: Option<Replicated>,
     /// Rent of the fleet for the whole time, and traffic.
@@ -301,7 +301,7 @@ impl Ledger {
         self.prompt_tokens += u64::from(request.prompt_tokens);
     }
 
-    /// Counts by the word that the reason has as JSON.
+    /// Counts by the reason's name in JSON.
     pub(super) fn rejected(&mut self, reason: &RejectReason) {
         self.missed += 1;
         let reason = serde_json::to_value(reason).unwrap_or_default();

@@ -1,5 +1,5 @@
-//! Several routers of the same instances: each has its own fleet machine, and is told after a delay what the
-//! others gave to them.
+//! Several routers of the same instances: each has its own fleet machine, and learns of the others'
+//! placements after a delay.
 //!
 //! As between `mixfleet router`s, instances report added, progressed and completed work of other routers at
 //! once, and the lengths of answers every [`BEAT_S`]. Requests are assigned to the routers in turn, by their
@@ -36,7 +36,7 @@ pub(super) struct RouterMachines {
     fleets: Vec<Fleet>,
     delay_s: f64,
     entries: IdMap<Entry>,
-    /// Reports of others' work on their way to each router, with their times.
+    /// Reports of other routers' work in flight to each router, with their times.
     coming: Vec<VecDeque<(f64, InstanceId, OthersWork)>>,
     /// Requests whose answers have grown since the last beat.
     grown: BTreeSet<u64>,

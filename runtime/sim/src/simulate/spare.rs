@@ -1,8 +1,8 @@
 //! Instances whose devices attend to a part of what others decode, beside the prompts that they compute.
 //!
-//! What two instances cost each other follows from what they do: prompts take longer by the share of their
-//! device's time that attention of others takes while a step of theirs begins, and steps that decode take
-//! longer while those that attend for them are at work.
+//! Delays between instances that share devices: a lender's prompts are slowed by the share of their device's
+//! time that attention for others takes when a step begins, and a borrower's decode steps are slowed while
+//! its lenders are at work.
 
 use super::engine::Message;
 use super::{Setup, World};
@@ -10,20 +10,20 @@ use mixfleet_hal::cast::to_u32;
 use mixfleet_scheduler::cost::CostModel;
 use std::sync::Arc;
 
-/// One instance among those that share devices.
+/// An instance that shares devices.
 #[derive(Clone, Debug)]
 struct Sharer {
-    /// Those that attend for it.
+    /// Its lenders.
     lenders: Vec<u32>,
-    /// Those that it attends for.
+    /// Its borrowers.
     borrowers: Vec<u32>,
-    /// The cost of its steps, whoever shares its devices.
+    /// The cost of its steps, without sharing.
     usual: Arc<CostModel>,
     /// The number of instances with work on a device that attends for it, as its steps have it.
     tenants: u32,
 }
 
-/// Who attends for whom; nobody in most fleets.
+/// Lenders and borrowers; none in most fleets.
 #[derive(Debug, Default)]
 pub(super) struct SpareSharing {
     all: Vec<Sharer>,
@@ -49,7 +49,7 @@ impl SpareSharing {
         SpareSharing { all }
     }
 
-    /// Changes what an instance's steps cost, whoever shares its devices.
+    /// Changes an instance's own step cost, before sharing.
     pub(super) fn is_usually(&mut self, instance: u32, cost: &Arc<CostModel>) {
         if let Some(sharer) = self.all.get_mut(instance as usize) {
             sharer.usual = cost.clone();
@@ -58,8 +58,7 @@ impl SpareSharing {
 }
 
 impl World<'_> {
-    /// The number of instances with work on the device that has most of them, of those that attend for
-    /// `borrower`.
+    /// The number of instances with work on the busiest device among the lenders of `borrower`.
     fn tenants(&self, borrower: u32) -> u32 {
         let all = &self.sharing.all;
         let works = |instance: &u32| *instance != borrower && !self.engines[*instance as usize].is_idle();
@@ -70,7 +69,7 @@ impl World<'_> {
         all[borrower as usize].lenders.iter().map(on).max().unwrap_or(1)
     }
 
-    /// Before an instance begins a step: what it takes beside those that share its devices.
+    /// Before an instance begins a step: its cost given the instances that share its devices.
     pub(super) fn shares(&mut self, instance: u32) {
         let Some(sharer) = self.sharing.all.get(instance as usize) else { return };
         if !self.engines[instance as usize].is_idle() {

@@ -1,5 +1,6 @@
-//! The tiers below an instance's devices: blocks that the devices' cache evicts go to host memory, and those
-//! that it evicts to the disk. A loaded block stays in its tier, so that it need not be written again.
+//! The tiers below an instance's devices: blocks evicted from the devices' cache go to host memory, and
+//! blocks evicted from there to the disk. A loaded block stays in its tier, so that it need not be written
+//! again.
 
 use super::engine::Outcome;
 use mixfleet_hal::units::Bytes;
@@ -96,7 +97,7 @@ impl Tiers {
         blocks
     }
 
-    /// Time to load so many blocks of each tier, if nothing else is loaded.
+    /// Time to load this many blocks of each tier, if nothing else is loaded.
     pub(super) fn time_s(&self, blocks: ByTier) -> f64 {
         let times = self.stores.iter().filter(|store| blocks[store.tier as usize] > 0).map(|store| {
             let bytes = blocks[store.tier as usize] as f64 * self.block_bytes;

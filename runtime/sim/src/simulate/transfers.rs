@@ -11,8 +11,7 @@ use mixfleet_scheduler::batch::{After, Urgency};
 use mixfleet_scheduler::fleet::{Event, InstanceId};
 use mixfleet_scheduler::transfer::{self, Action, PrefixSource, Reporter};
 
-/// An input of the transfer machine: of room only the tokens are told that are there, and tokens have no
-/// content.
+/// An input of the transfer machine: room is a number of tokens, and tokens have no content.
 pub(super) type SimulatedTransfer = transfer::Event<u32, ()>;
 
 impl World<'_> {

@@ -26,7 +26,7 @@ struct SessionLine {
     reqs: Vec<Entry>,
 }
 
-/// A call of the model, or a sub-agent with calls of its own.
+/// A call of the model, or a sub-agent with its own calls.
 #[derive(Deserialize)]
 struct Entry {
     t: f64,

@@ -2,7 +2,7 @@
 
 use super::{Format, TIME_S_MAX};
 
-/// Why a trace cannot be read, where, and what was expected.
+/// Why a trace cannot be read: the place and the expected input.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
     /// The file cannot be opened, read or decompressed.
@@ -23,7 +23,7 @@ pub enum TraceError {
         name: String,
         /// Line number from 1, including blank lines and the header.
         line: u64,
-        /// What is wrong with the line.
+        /// The fault of the line.
         cause: String,
         /// The detected format of the file.
         format: Format,
@@ -39,7 +39,7 @@ pub enum TraceError {
         /// A description of the line.
         cause: String,
     },
-    /// A time is so late that times can no longer be told apart.
+    /// A time is so large that times can no longer be distinguished.
     #[error("{what} {at_s:e} s after the trace's start; times up to {TIME_S_MAX:e} s can be told apart")]
     Late {
         /// The event.
@@ -59,7 +59,7 @@ pub enum TraceError {
 }
 
 impl TraceError {
-    /// Returns an error if `at_s` is too late to be told apart from other times.
+    /// Returns an error if `at_s` is too large to be distinguished from other times.
     pub(crate) fn unless_late(what: &'static str, at_s: f64) -> Result<(), TraceError> {
         if at_s <= TIME_S_MAX { Ok(()) } else { Err(TraceError::Late { what, at_s }) }
     }

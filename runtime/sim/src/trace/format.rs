@@ -70,7 +70,7 @@ impl Format {
         lines.join("\n")
     }
 
-    /// The format of a file that starts with `line`, or what does not match.
+    /// The format of a file that starts with `line`, or the mismatch.
     pub(super) fn detect(line: &[u8]) -> Result<Format, String> {
         if line.first() == Some(&b'{') {
             return Format::detect_json(line);

@@ -124,7 +124,7 @@ impl Lines {
     }
 }
 
-/// Decompresses `raw` as its first bytes require, whatever the file's name is.
+/// Decompresses `raw` as its first bytes require, regardless of the file's name.
 fn decompressed(raw: impl Read + Send + 'static) -> std::io::Result<Box<dyn BufRead + Send>> {
     let mut raw = BufReader::with_capacity(1 << 16, raw);
     // A pipe may deliver fewer bytes at first than the magic number has.

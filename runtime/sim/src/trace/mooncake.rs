@@ -31,8 +31,8 @@ struct MooncakeRequest {
     hash_ids: Vec<u64>,
 }
 
-/// The request of a line whose hashes are of blocks of `block_tokens`, and whose times count so many units to
-/// a second; or what is wrong with it.
+/// The request of a line whose hashes are of blocks of `block_tokens`, with this many time units per second;
+/// or the fault.
 pub(super) fn parse(line: &[u8], block_tokens: u32, per_second: f64) -> Result<Draft, String> {
     let line: MooncakeRequest = serde_json::from_slice(line).map_err(|cause| cause.to_string())?;
     let lengths = Lengths::new(line.input_length, line.output_length)?;

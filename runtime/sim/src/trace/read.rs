@@ -77,7 +77,7 @@ pub(super) struct Draft {
     pub(super) class: Option<Arc<str>>,
 }
 
-/// Parses a line of one request, or says what is wrong with it.
+/// Parses a line of one request, or returns the fault.
 type ParseLine = Box<dyn FnMut(&[u8]) -> Result<Draft, String> + Send>;
 
 /// Puts the requests of a file's lines in order of time.
@@ -85,7 +85,7 @@ pub(super) trait Sorter: Send {
     /// Whether the next request depends on a line to come.
     fn wants_line(&self) -> bool;
 
-    /// Takes in a line, or says what is wrong with it.
+    /// Takes in a line, or returns the fault.
     fn read(&mut self, line: &[u8], repairs: &mut Repairs) -> Result<(), String>;
 
     /// The next request, which gets this id; none if all that were read are gone.

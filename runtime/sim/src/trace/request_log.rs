@@ -13,7 +13,7 @@ struct LoggedRequest {
     arrival_time_ns: Option<f64>,
 }
 
-/// The request of a line, or what is wrong with it.
+/// The request of a line, or the fault.
 pub(super) fn parse(line: &[u8]) -> Result<Draft, String> {
     let line: LoggedRequest = serde_json::from_slice(line).map_err(|cause| cause.to_string())?;
     let at = match (line.arrival_time, line.arrival_time_ns) {

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 /// Capacities of Mooncake's table 1 (arXiv v3), in blocks of the trace.
 pub const CAPACITIES_BLOCKS: [usize; 5] = [1_000, 10_000, 30_000, 50_000, 100_000];
 
-/// Coefficients of the prefill time of n tokens of which p are reused: `a (n - p) + b (n^2 - p^2)` seconds.
+/// Coefficients of the prefill time of n tokens, p of them reused: `a (n - p) + b (n^2 - p^2)` seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct PrefillFit {
     /// The coefficient a, in seconds.
@@ -28,7 +28,7 @@ impl PrefillFit {
     }
 }
 
-/// What is counted.
+/// The counts.
 #[derive(Clone, Debug)]
 pub struct StatsOptions {
     /// Tokens per block of the chains; 0 if the trace has no chains.

@@ -20,7 +20,7 @@ pub struct SteadyLoad {
 }
 
 impl SteadyLoad {
-    /// The requests, the first of which arrives at 0.
+    /// The requests; the first arrives at 0.
     pub fn requests(self) -> impl Iterator<Item = Request> {
         let (mut random, mut at_s) = (Stream::new(self.seed), 0.0);
         (0..self.requests).map(move |id| {

@@ -69,7 +69,7 @@ impl Table {
         }
     }
 
-    /// The request of a line, or what is wrong with it.
+    /// The request of a line, or the fault.
     pub(super) fn parse(&mut self, line: &[u8]) -> Result<Draft, String> {
         let line = std::str::from_utf8(line).map_err(|_| "it is not text".to_string())?;
         let fields: Vec<&str> = fields(line).collect();

@@ -26,7 +26,7 @@ pub trait Requests: Iterator<Item = Result<Request, TraceError>> + Sized {
     fn jitter(self, bin: Seconds, seed: u64) -> impl Iterator<Item = Self::Item> {
         let mut inner = self.peekable();
         let mut ready = VecDeque::new();
-        // Each group of equal arrivals has random numbers of its own.
+        // Each group of equal arrivals has its own random numbers.
         let mut groups = 0..;
         std::iter::from_fn(move || {
             if ready.is_empty() {

@@ -9,7 +9,7 @@ use mixfleet_sim::fleet_file::FleetFile;
 use mixfleet_sim::simulate::{AnswerTimes, Choices, Observer, Setup, run};
 use mixfleet_sim::trace::ClosedLoop;
 
-/// Answers of each client, of which the first and the last are in the time that counts in part.
+/// Answers of each client; the first and the last are only partly in the counted time.
 const ROUNDS: u64 = 6;
 
 /// Clients that ask for the same again and again.

@@ -26,7 +26,7 @@ pub(super) struct Run {
 }
 
 impl Run {
-    /// Time of the first `steps` steps: each one's KV grows by a token per sequence.
+    /// Time of the first `steps` steps: in each one KV grows by a token per sequence.
     fn time_s(&self, cost: &CostModel, steps: u32) -> f64 {
         // A step's time is linear in its KV tokens.
         let ends = self.step_s(cost, 1) + self.step_s(cost, steps.max(1));
@@ -40,7 +40,7 @@ impl Run {
         cost.decode_step_s(sequences, kv_tokens).0 * self.slower
     }
 
-    /// KV tokens of the first step that was not told of.
+    /// KV tokens of the first unreported step.
     pub(super) fn tokens_done(&self) -> u64 {
         self.kv_tokens + u64::from(to_u32(self.parts.len())) * u64::from(self.done)
     }
@@ -60,7 +60,7 @@ impl Run {
         self.began_s + self.time_s(cost, self.steps)
     }
 
-    /// Total tokens and blocks of the sequences at `now_s` that the machine was not told of.
+    /// Total tokens and blocks of the sequences at `now_s` that the machine does not know of yet.
     pub(super) fn since_told(&self, cost: &CostModel, now_s: f64, block_tokens: u32) -> (u64, usize) {
         let (known, is) = (self.done, self.steps_by(cost, now_s).max(self.done + 1) - 1);
         let blocks = |steps: u32| {
@@ -74,8 +74,7 @@ impl Run {
 }
 
 impl Engine {
-    /// The step that has just begun and those that are certain to follow it. Returns `parts` if it is not
-    /// decode-only.
+    /// The step that has just begun and the certain ones after it. Returns `parts` if it is not decode-only.
     pub(super) fn run(&mut self, began_s: f64, parts: Vec<StepSequence>) -> Result<Run, Vec<StepSequence>> {
         let left = |part: &StepSequence| {
             let active = self.machine.text(part.request).map(|text| &text.active);
@@ -97,7 +96,7 @@ impl Engine {
         let Some(super::Plan::Run(run)) = &self.at else { return };
         let begun = run.steps_by(&self.cost, now_s);
         let all = run.began_s + run.time_s(&self.cost, begun) <= now_s;
-        // The end of the last one is an event of its own.
+        // The end of the last step is an event of its own.
         let done = (if all { begun } else { begun - 1 }).min(run.steps - 1);
         self.advance_to(done, outcomes);
     }

@@ -148,7 +148,7 @@ struct GeneratedSession {
     /// The system prompt, and the number of its blocks that the prompt starts with.
     system: u32,
     system_blocks: u32,
-    /// Full blocks of its own, as (first id, count).
+    /// Full blocks that no other request shares, as (first id, count).
     runs: Vec<(u64, u32)>,
     own_blocks: u32,
     /// Number of these blocks that an earlier, kept request contained too.

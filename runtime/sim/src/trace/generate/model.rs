@@ -38,8 +38,8 @@ impl QuantileCurve {
     }
 }
 
-/// The number of turns of sessions. Each session continues with a probability of its own, which is Beta
-/// distributed over the sessions, so that sessions that continued are likely to continue (beta-geometric).
+/// The number of turns of sessions. Each session's probability of continuing is Beta distributed over the
+/// sessions, so that sessions that continued are likely to continue (beta-geometric).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Turns {
     mean: f64,
