@@ -1,14 +1,14 @@
-//! Load for a gateway: engines that are none, and clients that measure what comes between.
+//! Load for a gateway: fake engines, and clients that measure the gateway's overhead.
 //!
 //! ```text
-//! gateway_load workers PORT [PORT...]                       engines at these ports of 127.0.0.1
-//! gateway_load rate URL[,URL...] PER_S SECONDS BYTES TOKENS PACE_MS        so many new requests a second
-//! gateway_load streams URL[,URL...] COUNT SECONDS BYTES TOKENS PACE_MS     so many streams at all times
+//! gateway_load workers PORT [PORT...]                       fake engines at these ports of 127.0.0.1
+//! gateway_load rate URL[,URL...] PER_S SECONDS BYTES TOKENS PACE_MS        new requests per second
+//! gateway_load streams URL[,URL...] COUNT SECONDS BYTES TOKENS PACE_MS     concurrent streams
 //! ```
 //!
 //! Bodies are chats of BYTES bytes. An answer streams TOKENS tokens, PACE_MS apart, each with the time at
-//! which the engine wrote it, so that a client knows how long every token was on its way. A request is timed
-//! from when it should have begun, so that a late generator flatters nobody. Results are one line of JSON.
+//! which the engine wrote it, so that a client knows the latency of every token. A request is timed from when
+//! it should have begun, so that a late generator does not improve the result. Results are one line of JSON.
 
 use std::io::{Error, ErrorKind, Result, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -112,7 +112,7 @@ async fn document(stream: &mut TcpStream, body: &str) -> Result<()> {
     stream.write_all(format!("{head} {}\r\n\r\n{body}", body.len()).as_bytes()).await
 }
 
-/// The head of the next message, or `None` if there is none. What came behind it is `held`.
+/// The head of the next message, or `None` if there is none. The bytes after it stay in `held`.
 async fn read_head(stream: &mut TcpStream, held: &mut Vec<u8>) -> Result<Option<String>> {
     loop {
         if let Some(end) = find(held, b"\r\n\r\n") {
@@ -155,7 +155,7 @@ async fn read_body(stream: &mut TcpStream, held: &mut Vec<u8>, head: &str) -> Re
     Ok(std::mem::replace(held, rest))
 }
 
-/// Streams what the beginning of the prompt asks for: gateways may write all other fields anew.
+/// Streams an answer as the beginning of the prompt describes it: gateways may rewrite all other fields.
 async fn generate(stream: &mut TcpStream, body: &[u8]) -> Result<()> {
     let text = String::from_utf8_lossy(body);
     let field = |name: &str| -> Option<f64> {
@@ -279,7 +279,7 @@ impl Body {
     }
 }
 
-/// What was seen of all requests.
+/// Counts and times of all requests.
 #[derive(Default)]
 struct Seen {
     asked: AtomicUsize,

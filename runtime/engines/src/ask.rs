@@ -97,7 +97,7 @@ impl PassedBody for PassedDocument {
     }
 }
 
-/// The rest of an answer that nobody here reads.
+/// The unread rest of an answer.
 struct PassedIncoming(Incoming);
 
 impl PassedBody for PassedIncoming {
@@ -193,7 +193,7 @@ impl HttpEngine {
             (asked, _) => {
                 let (asked, got) =
                     if asked { ("a stream", "one document") } else { ("one document", "a stream") };
-                let detail = format!("it was asked for {asked} and answers with {got}");
+                let detail = format!("the request names model {asked}, the answer {got}");
                 Err(EngineFault::new(EngineFaultKind::Malformed, detail))
             }
         }
@@ -296,7 +296,7 @@ async fn refused(response: Response<Incoming>, is_continued: bool) -> Result<Eng
         400..=499 if is_continued => Err(fault(EngineFaultKind::NotContinued)),
         400..=499 if RawObject::parse(&body).is_ok() => Ok(EngineAnswer::Refused { status, body }),
         400..=499 => Ok(EngineAnswer::Refused { status, body: refusal(&words) }),
-        // another mixfleet knows that the request ends engines: no other engine is asked
+        // another mixfleet reports that the request ends engines: no other engine gets it
         500..=599 if chunk::error_code(&body).as_deref() == Some("request_quarantined") => {
             Ok(EngineAnswer::Refused { status, body })
         }
@@ -377,7 +377,7 @@ impl HttpStream {
     /// Nothing comes any more: a fault if no choice has ended.
     fn done(&self) -> Option<EngineFault> {
         if !self.ended_choice {
-            let detail = "its answer ended, and no choice of it did";
+            let detail = "the answer ended before any of its choices";
             return Some(EngineFault::new(EngineFaultKind::Malformed, detail));
         }
         None

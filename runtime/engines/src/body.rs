@@ -3,23 +3,23 @@
 use crate::object::RawObject;
 use serde_json::value::RawValue;
 
-/// A body for an engine, and what to know of it when the answer comes.
+/// A body for an engine, and the facts needed to read its answer.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct PreparedBody {
     pub(crate) body: Vec<u8>,
-    /// The name by which the client asks.
+    /// The model's name in the client's request.
     pub(crate) client_model: String,
-    /// The name by which the engine is asked.
+    /// The model's name on the engine.
     pub(crate) engine_model: String,
     /// Whether the client wants the lengths at the end of a stream.
     pub(crate) usage_asked: bool,
 }
 
-/// Rewrites what must differ in `object`: the model's name, and what a stream tells. `original` is the body
-/// if nothing in it was replaced yet.
+/// Rewrites the fields of `object` that must differ: the model's name, and the stream options. `original` is
+/// the body if nothing in it was replaced yet.
 ///
 /// # Errors
-/// What is wrong with the body.
+/// The fault of the body.
 pub(crate) fn prepare(
     mut object: RawObject<'_>,
     original: Option<&[u8]>,

@@ -1,14 +1,14 @@
-//! The bound of an answer's length that a client's key has, in whatever way its body asks for more.
+//! Enforces a key's limit on the length of answers, however the body asks for more.
 //!
 //! Engines take a length under several names, prefer one to the other, and add names with each version. So a
-//! bounded body is written anew: it has one length, under the name that every kind of engine takes, and
-//! of all other fields those that are known to ask for no further tokens. Of two fields with one name the
-//! last one counts, as with every engine here, and names have no escapes any more.
+//! bounded body is rewritten: it has one length, under the name that every kind of engine takes, and of all
+//! other fields those known not to request further tokens. Of two fields with one name the last one counts,
+//! as with every supported engine, and names are unescaped.
 
 use crate::object::RawObject;
 use mixfleet_hal::outside::LENGTH_FIELDS;
 
-/// Fields that a bounded body may have. A field that is not here is left out: nobody knows what it asks for.
+/// Fields that a bounded body may have. Every other field is removed, since its effect is unknown.
 const HARMLESS: [&str; 82] = [
     "add_generation_prompt",
     "add_special_tokens",
@@ -94,7 +94,7 @@ const HARMLESS: [&str; 82] = [
     "user",
 ];
 
-/// Fields that ask for at least so many tokens; they are kept up to the bound.
+/// Fields that request at least this many tokens; they are kept up to the bound.
 const LEAST_FIELDS: [&str; 1] = ["min_tokens"];
 
 /// Rewrites a body so that no engine gives an answer of more than `most` tokens. The length is the least one
@@ -140,7 +140,7 @@ mod tests {
         Ok(serde_json::from_slice(&text).unwrap())
     }
 
-    /// Longest answer that any kind of engine gives to a body: whatever field it prefers.
+    /// Longest answer that any kind of engine gives to a body, whichever field it prefers.
     fn longest(body: &Value) -> f64 {
         let fields = body.as_object().unwrap();
         let lengths = fields.iter().filter(|(name, _)| LENGTH_FIELDS.contains(&name.as_str()));

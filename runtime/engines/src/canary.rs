@@ -45,7 +45,7 @@ struct ChatAlternative {
     logprob: Option<f64>,
 }
 
-/// The body of a canary: what makes the prompt is kept, and all else is ours.
+/// The body of a canary: the fields of the prompt are kept, and all others are ours.
 ///
 /// # Errors
 /// Why the request is no canary.

@@ -97,7 +97,7 @@ fn parse<'a>(text: &'a [u8], what: &str) -> Result<ChunkEnvelope<'a>, EngineFaul
     }
 }
 
-/// The words of an engine's error.
+/// The text of an engine's error.
 pub(crate) fn error_text(document: &[u8]) -> String {
     #[derive(Deserialize)]
     struct ErrorWords {
@@ -213,7 +213,7 @@ pub(crate) fn whole(text: Vec<u8>, names: &ModelNames<'_>) -> Result<WholeAnswer
     Ok(WholeAnswer { body: apply(text, edits), usage, choices, at_limit })
 }
 
-/// Reads a chunk, and makes of it what the client gets.
+/// Reads a chunk, and returns the client's version of it.
 pub(crate) fn chunk(
     text: Vec<u8>,
     names: &ModelNames<'_>,

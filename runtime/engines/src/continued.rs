@@ -1,8 +1,8 @@
 //! Has an engine continue an answer that another one began: the text so far becomes the end of the prompt.
 //!
-//! That is only done where it gives a sample of the same distribution: where each token depends on the tokens
-//! before it, and on nothing that the first engine kept. Fields that nobody here knows may depend on more, so
-//! that they rule it out.
+//! An answer is continued only if that gives a sample of the same distribution: each token must depend on the
+//! tokens before it, and on no state of the first engine. Unknown fields might violate this, so they rule it
+//! out.
 
 use crate::kind::EngineKind;
 use crate::object::RawObject;
@@ -11,7 +11,7 @@ use mixfleet_hal::outside::EngineEndpoint;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
-/// Fields that do not depend on where the answer begins, whatever their value.
+/// Fields that do not depend on where the answer begins, at any value.
 const STATELESS: [&str; 27] = [
     "add_special_tokens",
     "allowed_token_ids",

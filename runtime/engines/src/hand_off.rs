@@ -15,7 +15,7 @@ use serde_json::value::RawValue;
 
 /// Where vLLM's bodies and answers have it.
 const PARAMETERS: &str = "kv_transfer_params";
-/// Longest description of where KV is; a block of a prompt takes some 7 bytes of it.
+/// Maximum length of the description of a KV location; a block of a prompt takes some 7 bytes of it.
 const PARAMETERS_BYTES_MAX: usize = 4 << 20;
 
 /// Which of the two forms it has.
@@ -25,7 +25,7 @@ struct Form {
     remote_url: Option<IgnoredAny>,
 }
 
-/// What is needed of it where KV is exchanged with this program, which checks all that comes.
+/// Required fields for KV exchanged with this program, which checks everything it receives.
 #[derive(Deserialize)]
 struct ExchangeParameters {
     #[serde(rename = "remote_url")]
@@ -33,7 +33,7 @@ struct ExchangeParameters {
     remote_num_tokens: u64,
 }
 
-/// What is needed of it where vLLM's engines pull KV from each other.
+/// Required fields for KV that vLLM engines pull from each other.
 #[derive(Deserialize)]
 struct PullParameters {
     /// By groups of layers.
@@ -112,8 +112,8 @@ pub(crate) fn one_prompt(object: &RawObject<'_>) -> Result<(), String> {
     Ok(())
 }
 
-/// Why a client's request is refused, if it is: a client that names KV to be taken over reads that of others,
-/// and what is wrong there ends the engine.
+/// Why a client's request is refused, if it is: a client that names KV to take over could read other clients'
+/// KV, and an invalid name ends the engine.
 pub(crate) fn refusal(object: &RawObject<'_>) -> Option<String> {
     let is_there = object.get(PARAMETERS).is_some();
     is_there.then(|| format!("'{PARAMETERS}' is between engines, and not taken from clients"))

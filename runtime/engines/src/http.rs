@@ -42,7 +42,7 @@ impl std::str::FromStr for EngineAddress {
         let wrong = |cause: &str| format!("'{text}' {cause}; write http://HOST:PORT or https://HOST:PORT");
         let uri: Uri = text.parse().map_err(|error| wrong(&format!("is no address: {error}")))?;
         let scheme = uri.scheme().filter(|scheme| [&Scheme::HTTP, &Scheme::HTTPS].contains(scheme));
-        let scheme = scheme.ok_or_else(|| wrong("begins with neither http:// nor https://"))?;
+        let scheme = scheme.ok_or_else(|| wrong("does not begin with http:// or https://"))?;
         if *scheme == Scheme::HTTPS {
             tls::is_built()?;
         }
@@ -94,9 +94,9 @@ pub struct HttpEngine {
     authorization: Option<HeaderValue>,
     /// The engine's own name of the model, where that is not the one that clients use.
     pub(crate) model: Option<String>,
-    /// Names by which it last said that it is asked.
+    /// Names that it last reported as accepted.
     pub(crate) listed: Mutex<Vec<String>>,
-    /// Those that are adapters of another model, whose KV they do not share.
+    /// The names that are adapters of another model, whose KV they do not share.
     pub(crate) adapters: Mutex<Vec<String>>,
     pub(crate) kv_events: KvEventsAt,
     /// Its place behind a name that stands for several engines.
@@ -152,8 +152,8 @@ impl HttpEngine {
         })
     }
 
-    /// Engines of this kind behind one name, which `lookup` says whom it stands for: so many at most, those
-    /// that are there when they are probed. Otherwise as [`new`](Self::new).
+    /// Engines of this kind behind one name, which `lookup` resolves: at most this many, those that answer
+    /// when probed. Otherwise as [`new`](Self::new).
     ///
     /// # Errors
     /// As [`new`](Self::new), and when they are reached by https, whose certificates are for names.
@@ -191,7 +191,7 @@ impl HttpEngine {
         self.authority().map_or_else(|_| self.address.host().to_owned(), |at| at.host().to_owned())
     }
 
-    /// The same engine, with what is known of where its KV events come from.
+    /// The same engine, with the known source of its KV events.
     #[must_use]
     pub fn with_kv_events(self, kv_events: KvEventsAt) -> Self {
         HttpEngine { kv_events, ..self }
@@ -235,7 +235,7 @@ impl HttpEngine {
         })
     }
 
-    /// Asks for a short document.
+    /// Requests a short document.
     pub(crate) async fn short(
         &self,
         method: Method,

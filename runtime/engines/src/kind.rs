@@ -56,17 +56,17 @@ impl EngineKind {
         }
     }
 
-    /// Whether it is asked, and tells of itself, as vLLM is and does.
+    /// Whether it answers requests and reports about itself as vLLM does.
     pub(crate) fn is_like_vllm(self) -> bool {
         matches!(self, EngineKind::Mixfleet | EngineKind::Vllm)
     }
 
-    /// Whether it answers by its own name of the model, whatever it was asked for.
+    /// Whether it answers with its own name of the model, for any requested name.
     pub(crate) fn names_itself(self) -> bool {
         self == EngineKind::LlamaCpp
     }
 
-    /// What is to be switched on there for `/metrics`.
+    /// The option that enables `/metrics` there.
     pub(crate) fn metrics_hint(self) -> &'static str {
         match self {
             EngineKind::LlamaCpp => "start llama-server with --metrics",

@@ -1,5 +1,5 @@
-//! What an engine tells of its KV cache: vLLM's events, by MessagePack, as maps (since 0.32) and as arrays
-//! (before, and SGLang's shorter form of them).
+//! Events of an engine's KV cache: vLLM's, in MessagePack, as maps (since 0.32) and as arrays (before, and
+//! SGLang's shorter form).
 //!
 //! ```text
 //! frames    [topic, sequence number (u64, big-endian), payload]
@@ -7,8 +7,8 @@
 //! event     {"type": "BlockStored", "block_hashes": [...], ...} or ["BlockStored", [...], ...]
 //! ```
 //!
-//! Fields behind those that are read are skipped, and so are events of other types, so that a newer engine is
-//! understood as far as it says the same.
+//! Unknown trailing fields and events of other types are skipped, so that a newer engine is understood as far
+//! as it is compatible.
 
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
@@ -43,7 +43,7 @@ pub enum KvEvent {
         hashes: Vec<EngineHash>,
         /// Where they were, in the engine's word; none is its device.
         medium: Option<String>,
-        /// The group of layers whose KV they held; 0 if that is not told.
+        /// The group of layers whose KV they held; 0 if not reported.
         group: u32,
     },
     /// No block is there any more.
@@ -70,7 +70,7 @@ pub struct StoredKv {
     /// How many of the first ones have nothing beside tokens and adapter in their hashes, such as images or a
     /// salt.
     pub plain_blocks: usize,
-    /// The group of layers whose KV they hold; 0 if that is not told.
+    /// The group of layers whose KV they hold; 0 if not reported.
     pub group: u32,
 }
 
@@ -87,7 +87,7 @@ impl KvEventBatch {
     /// Reads a payload.
     ///
     /// # Errors
-    /// What of it is not as vLLM's events are.
+    /// The difference from vLLM's events.
     pub fn decode(payload: &[u8]) -> Result<Self, String> {
         let mut reader = rmp_serde::Deserializer::from_read_ref(payload);
         reader.set_max_depth(DEPTH_MAX);
@@ -123,8 +123,8 @@ const STORED: [&str; 10] = [
     "kv_cache_spec_kind",
 ];
 const REMOVED: [&str; 3] = ["block_hashes", "medium", "group_idx"];
-/// Kinds of layers that see all tokens before. What is stored of others says nothing of a prefix, and may be
-/// only some of its blocks.
+/// Kinds of layers that see all earlier tokens. Blocks of other kinds prove no prefix, and may be only some
+/// of its blocks.
 const SEE_ALL: [&str; 3] = ["full_attention", "mla_attention", "sink_full_attention"];
 
 impl KvEvent {
@@ -141,7 +141,7 @@ impl KvEvent {
             }
             // an event without fields may be its name alone
             PackedValue::Text(name) => (Some(PackedValue::Text(name)), EventFields::InOrder(Vec::new())),
-            _ => return Err("an event is neither a map nor a list".into()),
+            _ => return Err("an event must be a map or a list".into()),
         };
         let Some(PackedValue::Text(kind)) = kind else {
             return Err("an event does not say what it is".into());
@@ -224,7 +224,7 @@ fn hash(value: PackedValue) -> Result<EngineHash, String> {
         PackedValue::Unsigned(bits) => Ok(EngineHash::Number(bits)),
         PackedValue::Signed(bits) => Ok(EngineHash::Number(bits.cast_unsigned())),
         PackedValue::Bytes(bytes) if !bytes.is_empty() => Ok(EngineHash::Bytes(bytes.into())),
-        _ => Err("a hash is neither a number nor bytes".into()),
+        _ => Err("a hash must be a number or bytes".into()),
     }
 }
 
@@ -353,7 +353,7 @@ impl<'de> Deserialize<'de> for PackedValue {
 /// Reads the three frames of a message: its number and payload.
 ///
 /// # Errors
-/// What is wrong with the frames.
+/// The fault of the frames.
 pub fn split_frames<'a>(frames: &[&'a [u8]]) -> Result<(u64, &'a [u8]), String> {
     let [_topic, number, payload] = frames else {
         return Err(format!("a message of KV events has 3 frames, not {}", frames.len()));

@@ -1,9 +1,9 @@
 //! Follows what an engine has cached: subscribes to its KV events, and has those replayed that were missed.
 //!
-//! Each rank has a task of its own, which never gives up. What it sends on is in order and without a gap, or
-//! begins with the word that what was there is not known any more. A connection that was cut, a number that
-//! is missing and silence lead to the same question, for the events from the last one on: if that one comes
-//! again as it was, then the engine is the same, and what follows was missed.
+//! Each rank has its own task, which never gives up. The events that it forwards are in order and without a
+//! gap, or begin with a reset of the known content. A cut connection, a missing number and silence all lead
+//! to the same request, for the events from the last one on: if that one comes again unchanged, the engine is
+//! the same, and the following ones were missed.
 
 use crate::kv_events::{EngineHash, KvEvent, KvEventBatch, StoredKv, split_frames};
 use crate::kv_source::{EventsFrom, KvSource};
@@ -21,13 +21,13 @@ const MEET_MAX: Duration = Duration::from_secs(5);
 /// Wait before a connection is tried again: at first, and at most.
 const AGAIN_FIRST: Duration = Duration::from_millis(100);
 const AGAIN_MAX: Duration = Duration::from_secs(5);
-/// Silence after which it is asked whether something was missed.
+/// Silence after which it asks for missed events.
 const SILENCE: Duration = Duration::from_secs(10);
 /// Time in which a replay goes on. An engine looks for questions ten times a second.
 const REPLAY_WAIT: Duration = Duration::from_secs(5);
-/// Time without a connection after which what is known is too old.
+/// Time without a connection after which the known content is too old.
 const UNHEARD_MAX: Duration = Duration::from_secs(60);
-/// Batches on the way to whoever follows.
+/// Batches in flight to the follower.
 const BATCHES_AHEAD: usize = 8;
 /// The number of the end of a replay.
 const END: u64 = u64::MAX;
@@ -62,7 +62,7 @@ impl EngineKvFeed for KvFeed {
     }
 }
 
-/// Nobody follows any more.
+/// The follower is gone.
 struct Unwanted;
 
 /// Why a connection is given up.
@@ -87,7 +87,7 @@ impl From<String> for Stop {
 struct Follower {
     source: KvSource,
     out: mpsc::Sender<Vec<EngineKvChange>>,
-    /// Where the engine connects to, and who connected meanwhile.
+    /// The address to which the engine connects, and new connections.
     listener: Option<TcpListener>,
     newcomer: Option<TcpStream>,
     /// The number that comes next; any one if nothing is known.
@@ -96,7 +96,7 @@ struct Follower {
     last: Option<(u64, u64)>,
     /// Whether something was sent on that may still hold.
     is_known: bool,
-    /// Whether it was ever connected, or whoever follows was told why not.
+    /// Whether it was ever connected, or the follower has been told why not.
     is_told: bool,
 }
 
@@ -136,7 +136,7 @@ impl Follower {
     async fn follow(&mut self, wait: &mut Duration, heard: &mut Instant) -> Result<(), Stop> {
         let stream = self.stream().await?;
         let mut peer = meet(stream, ZmqSocket::Sub).await?;
-        // everything, whatever its topic
+        // subscribes to all topics
         peer.send(&[&[1]]).await?;
         (*wait, *heard, self.is_told) = (AGAIN_FIRST, Instant::now(), true);
         if let Err(stop) = self.catch_up().await {
@@ -207,7 +207,7 @@ impl Follower {
         Ok(self.apply(number, payload).await?)
     }
 
-    /// Has replayed what was missed, and returns how many batches that were.
+    /// Replays the missed events, and returns how many batches these were.
     async fn catch_up(&mut self) -> Result<u64, Stop> {
         let Some(address) = self.source.replay.clone() else {
             return Err("nothing is replayed there: its cache is known as far as it is seen to change"
@@ -228,13 +228,13 @@ impl Follower {
         }
     }
 
-    /// Asks once, and returns how many batches came that were missed, and whether these are all.
+    /// Asks once, and returns how many missed batches came, and whether these are all.
     async fn replay(&mut self, peer: &mut ZmqPeer) -> Result<(u64, bool), Stop> {
         let last = self.last;
         let from = last.map_or(self.next.unwrap_or(0), |(number, _)| number);
         peer.send(&[b"", &from.to_be_bytes()]).await?;
         let (mut caught, mut is_first, mut has_hole) = (0, true, false);
-        // Who has been started anew replays from its own beginning.
+        // A restarted engine replays from its own beginning.
         let mut anew = last.is_some();
         loop {
             let Ok(message) = timeout(REPLAY_WAIT, peer.receive()).await else {
@@ -396,7 +396,7 @@ fn named(hash: &EngineHash, group: u32) -> EngineBlock {
             bytes.iter().rev().take(8).rev().fold(0, |bits, byte| bits << 8 | u64::from(*byte))
         }
     };
-    // an odd factor keeps names of one group apart, and those of group 0 as they are
+    // an odd factor keeps names of one group apart, and leaves those of group 0 unchanged
     EngineBlock(bits ^ u64::from(group).wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 

@@ -1,4 +1,4 @@
-//! Where an engine tells what it has cached, in the words of vLLM's configuration.
+//! Where an engine publishes its KV events, in the terms of vLLM's configuration.
 
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -6,14 +6,14 @@ use std::net::IpAddr;
 
 /// Maximum data-parallel ranks of an engine, by its operator's word.
 const RANKS_MAX: u32 = 1024;
-/// Maximum ranks by the engine's own word: each is a connection that this process opens. An operator who
-/// has more of them behind one address says so (`kv-ranks`).
+/// Maximum number of ranks that an engine may report: each is a connection that this process opens. An
+/// operator with more ranks behind one address sets `kv-ranks`.
 const TOLD_RANKS_MAX: usize = 32;
 
-/// What is known of where an engine's KV events come from.
+/// How to find an engine's KV events.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum KvEventsAt {
-    /// The engine is asked.
+    /// The engine reports them.
     #[default]
     Asked,
     /// They are not wanted.
@@ -27,17 +27,17 @@ pub enum KvEventsAt {
 pub struct KvSource {
     pub(crate) rank: u32,
     pub(crate) events: EventsFrom,
-    /// Where missed ones are asked for.
+    /// The address from which missed events are requested.
     pub(crate) replay: Option<String>,
 }
 
-/// Who opens the connection for events; addresses are `HOST:PORT`.
+/// Which side opens the connection for events; addresses are `HOST:PORT`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum EventsFrom {
     /// This process, to the engine.
     Engine(String),
-    /// The engine, to this process, if the address is one of its own and is free. Else the engine is there:
-    /// it tells the port that it got as if it were one to connect to.
+    /// The engine connects to this process, if the address is one of this host's and is free. Otherwise the
+    /// engine listens there: it reports the port that it got as if it were one to connect to.
     HereOrEngine(String),
 }
 
@@ -61,7 +61,7 @@ impl KvEventsAt {
     /// `--kv-events-config`, for rank 0; the ports of further ranks follow. `events` may be `off`.
     ///
     /// # Errors
-    /// What is wrong with the words.
+    /// The fault of the text.
     pub fn given(host: &str, events: &str, replay: Option<&str>, ranks: u32) -> Result<Self, String> {
         if events == "off" {
             return Ok(KvEventsAt::Off);
@@ -75,7 +75,7 @@ impl KvEventsAt {
 }
 
 /// Reads the answer of an engine at `host` to `/kv_event_sources`. An engine may only name ports of its own
-/// host, and this process connects to them: it opens no port because an engine says so.
+/// host, and this process connects to them: it opens no port on an engine's request.
 ///
 /// # Errors
 /// Why no events come from there.

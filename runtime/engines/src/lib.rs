@@ -1,12 +1,13 @@
-//! Engines of others as instances of a fleet: vLLM, llama.cpp and this program itself, over HTTP/1.
+//! External engines as instances of a fleet: vLLM, llama.cpp and other mixfleet processes, over HTTP/1.
 //!
 //! [`HttpEngine`] is an [`OutsideEngine`](mixfleet_hal::outside::OutsideEngine). A client's body goes to the
-//! engine as it is, but for the few fields that must differ there (`body`, `continued`). What comes back is
-//! checked to be an answer, cut into events (`sse`), and passed on; of an event only the envelope is read
-//! (`chunk`). `canary` asks for the log-probabilities of a request's first tokens. Two engines share a
-//! request by what `hand_off` writes and reads. What an engine has cached is followed by its KV events
-//! (`kv_follow`), over a connection of our own (`zmtp`), and `prompt` has it say the token ids of a request.
-//! Engines behind one name have seats (`replicas`). [`EngineKind`] has what the kinds do not have in common.
+//! engine unchanged, except for the few fields that must differ there (`body`, `continued`). The response is
+//! checked to be an answer, cut into events (`sse`), and passed on; only the envelope of an event is read
+//! (`chunk`). `canary` requests the log-probabilities of a request's first tokens. `hand_off` writes and
+//! reads the fields by which two engines share a request. The content of an engine's cache is followed by its
+//! KV events (`kv_follow`), over a connection of our own (`zmtp`), and `prompt` has the engine tokenise a
+//! request. Engines behind one name have seats (`replicas`). [`EngineKind`] has the differences between the
+//! kinds.
 //!
 //! Absent: placement, retries, knowledge of clients, clocks other than limits on waiting for an engine.
 

@@ -1,4 +1,4 @@
-//! A JSON object whose values stay text: some of them are replaced, and all others are written as they were.
+//! A JSON object whose values stay text: some are replaced, and all others keep their exact form.
 
 use serde::de::{Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};

@@ -54,7 +54,7 @@ struct SlotFacts {
 }
 
 impl HttpEngine {
-    /// Looks who has its seat, if it has one, and asks for its state.
+    /// Finds the replica in its seat, if it has one, and requests its state.
     pub(crate) async fn look(&self) -> Result<EngineState, EngineFault> {
         let Some(seat) = &self.seat else { return self.ask_state().await };
         let is_listed = seat.look().await?;
@@ -71,7 +71,7 @@ impl HttpEngine {
         }
     }
 
-    /// Asks for health, models, version, memory and load.
+    /// Requests health, models, version, memory and load.
     async fn ask_state(&self) -> Result<EngineState, EngineFault> {
         let (status, _) = self.short(Method::GET, "/health", Vec::new()).await?;
         if status != StatusCode::OK {

@@ -28,7 +28,7 @@ const COMPLETION_FIELDS: [&str; 2] = ["prompt", "add_special_tokens"];
 /// Fields with which KV is not that of the tokens alone, or the tokens are not all of the prompt's.
 const NOT_BY_TOKENS: [&str; 3] = ["cache_salt", "prompt_embeds", "truncate_prompt_tokens"];
 
-/// What the paths that are meant for it answer; a list of it for completions.
+/// Response of the engine's tokenizer paths; a list for completions.
 #[derive(Deserialize)]
 struct Rendered {
     token_ids: Vec<u32>,
@@ -135,7 +135,7 @@ fn rendered(endpoint: EngineEndpoint, document: &[u8]) -> Result<Option<Vec<u32>
     Ok(one.map(|one| one.token_ids))
 }
 
-/// Whether messages hold no images and the like.
+/// Whether messages contain text only, without images and similar parts.
 fn is_text_alone(messages: &str) -> bool {
     let Ok(said) = serde_json::from_str::<Vec<MessageContent>>(messages) else { return false };
     said.iter().filter_map(|said| said.content).all(|content| {

@@ -1,9 +1,9 @@
-//! Engines behind one name: each address that the name stands for is one of them.
+//! Engines behind one name: each address that the name resolves to is one of them.
 //!
-//! The name of a headless Service of Kubernetes, of a service of Compose, or any other with several
+//! The name is that of a headless Service of Kubernetes, of a service of Compose, or any other with several
 //! addresses. A fleet has a fixed number of *seats* for its engines. An address takes a free seat when the
-//! name first stands for it, and keeps it until its engine does not answer any more and the name no longer
-//! stands for it, so that an engine which is told to stop ends its answers.
+//! name first resolves to it, and keeps it until its engine no longer answers and the name no longer resolves
+//! to it, so that an engine that is being stopped completes its answers.
 
 use mixfleet_hal::outside::{EngineFault, EngineFaultKind, EngineFuture};
 use std::collections::BTreeSet;
@@ -12,7 +12,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What a name stands for, asked of the system or of whoever else knows. Given `HOST:PORT`.
+/// Resolves `HOST:PORT` to addresses, by the system or another source.
 pub type NameLookup = Arc<dyn Fn(String) -> EngineFuture<'static, io::Result<Vec<SocketAddr>>> + Send + Sync>;
 
 /// For so long an answer is not asked for again.
@@ -25,7 +25,7 @@ pub fn system_lookup() -> NameLookup {
     Arc::new(|name| Box::pin(async move { Ok(tokio::net::lookup_host(name).await?.collect()) }))
 }
 
-/// A name, and who sits where.
+/// A name, and the addresses in its seats.
 pub(crate) struct NamedEngines {
     /// `HOST:PORT`.
     name: String,
@@ -43,8 +43,8 @@ struct ReplicaTable {
 }
 
 impl ReplicaTable {
-    /// The address of a seat, which a free one takes of those that have none, and whether the name still
-    /// stands for it.
+    /// The address of a seat, where a free seat takes an unseated address, and whether the name still
+    /// resolves to it.
     fn sit(&mut self, seat: usize) -> Option<(SocketAddr, bool)> {
         if self.seats[seat].is_none() {
             self.seats[seat] =
@@ -74,7 +74,7 @@ pub(crate) struct ReplicaSeat {
 }
 
 impl ReplicaSeat {
-    /// So many seats behind the name `HOST:PORT`.
+    /// This many seats behind the name `HOST:PORT`.
     pub(crate) fn all(name: &str, count: usize, lookup: NameLookup) -> Vec<ReplicaSeat> {
         let table = ReplicaTable { seats: vec![None; count], ..ReplicaTable::default() };
         let replicas = Arc::new(NamedEngines { name: name.to_owned(), lookup, table: table.into() });
@@ -102,7 +102,7 @@ impl ReplicaSeat {
     /// `Vacant` if there is none for it.
     pub(crate) async fn look(&self) -> Result<bool, EngineFault> {
         let NamedEngines { name, lookup, table } = &*self.replicas;
-        // who comes second uses what the first one is told
+        // a concurrent caller uses the first one's result
         let mut table = table.lock().await;
         if table.looked.is_none_or(|looked| looked.elapsed() >= LOOK_EVERY) {
             let told = tokio::time::timeout(LOOK_MAX, lookup(name.clone())).await;
@@ -111,9 +111,9 @@ impl ReplicaSeat {
                 Ok(Ok(addresses)) => {
                     (table.listed, table.failure) = (addresses.into_iter().collect(), None);
                 }
-                // what was known stays: engines are there even if no name says so
+                // known addresses stay: engines exist even if no name server answers
                 Ok(Err(error)) => table.failure = Some(format!("{name} is not known: {error}")),
-                Err(_) => table.failure = Some(format!("nobody says what {name} stands for")),
+                Err(_) => table.failure = Some(format!("{name} cannot be resolved")),
             }
         }
         let seated = table.sit(self.number);
@@ -131,7 +131,7 @@ impl ReplicaSeat {
         self.set(table.seats[self.number]);
     }
 
-    /// What is to be said of engines for which there is no seat.
+    /// The message about engines for which there is no seat.
     pub(crate) async fn left_out(&self) -> Option<String> {
         let NamedEngines { name, table, .. } = &*self.replicas;
         let table = table.lock().await;

@@ -1,5 +1,5 @@
-//! Connections to engines that are reached by https: TLS 1.3, whose certificates are believed from the
-//! system's authorities or from those that the operator names.
+//! Connections to engines over https: TLS 1.3, with certificates verified by the system's authorities or by
+//! those that the operator names.
 
 use hyper_rustls::HttpsConnector;
 use hyper_util::client::legacy::connect::HttpConnector;
@@ -72,7 +72,7 @@ pub(crate) fn words(error: &(dyn std::error::Error + 'static), host: &str) -> Op
     if let Some(found) = error.downcast_ref::<Error>() {
         return Some(wrong(found, host));
     }
-    // what is within an I/O error is not its source
+    // the content of an I/O error is not its source
     let within = error.downcast_ref::<std::io::Error>().and_then(|error| error.get_ref());
     match within {
         Some(within) => words(within, host),

@@ -26,7 +26,7 @@ const COMMAND: u8 = 4;
 /// The frames of a message.
 pub(crate) type ZmtpMessage = Vec<Vec<u8>>;
 
-/// What came of a peer.
+/// The outcome of a handshake with a peer.
 #[derive(Debug, PartialEq)]
 enum PeerInput {
     Message(ZmtpMessage),
@@ -93,7 +93,7 @@ impl FrameDecoder {
 pub(crate) enum ZmqSocket {
     /// Subscribes to what a PUB socket says.
     Sub,
-    /// Asks a ROUTER socket.
+    /// Sends a request to a ROUTER socket.
     Dealer,
 }
 
@@ -121,7 +121,7 @@ pub(crate) struct ZmqPeer {
 }
 
 impl ZmqPeer {
-    /// Greets the other side and hears who it is.
+    /// Greets the other side and reads its identity.
     ///
     /// # Errors
     /// Why it cannot be talked with.

@@ -1,6 +1,6 @@
 //! An engine that is none: it counts words, and can die, stall, lie and cut.
 //!
-//! Its answers are the words `w0 w1 w2 ...`, one a token, and go on behind those that end the prompt.
+//! Its answers are the texts `w0 w1 w2 ...`, one per token, and continue after those that end the prompt.
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
@@ -18,17 +18,17 @@ pub(crate) enum Mood {
     Well,
     /// This status with this body.
     Status(u16, String),
-    /// The connection is reset after so many words.
+    /// The connection is reset after this many tokens.
     CutAfter(usize),
-    /// The stream ends in order after so many words, without its end.
+    /// The stream ends normally after this many tokens, without its final event.
     EndAfter(usize),
-    /// Nothing comes after so many words, until the test is over.
+    /// Nothing comes after this many tokens, until the test is over.
     StallAfter(usize),
     /// This text as a whole answer or as the data of an event.
     Say(String),
     /// Another model's name in the answer.
     WrongModel,
-    /// An error in the stream after so many words.
+    /// An error in the stream after this many tokens.
     ErrorAfter(usize),
 }
 

@@ -1,4 +1,4 @@
-//! Engines behind TLS, and what is said of those whose certificate is not believed.
+//! Engines behind TLS, and the errors for untrusted certificates.
 
 use crate::authority::Authority;
 use crate::fake::FakeEngine;
@@ -60,7 +60,7 @@ fn engine(url: &str, authority: Option<&Authority>) -> Result<HttpEngine, String
     HttpEngine::new(EngineKind::Vllm, address, Some("k3y"), None)
 }
 
-/// What is said of an engine that cannot be reached.
+/// The error for an unreachable engine.
 async fn fault(engine: HttpEngine) -> String {
     let fault = engine.probe().await.unwrap_err();
     assert_eq!(fault.kind, EngineFaultKind::Unreachable, "{fault}");

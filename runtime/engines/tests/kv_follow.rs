@@ -31,7 +31,7 @@ fn payload(at: u64, events: &[Value]) -> Vec<u8> {
     rmp_serde::to_vec(&json!([at as f64 + 0.5, events, 0])).unwrap()
 }
 
-/// What is there, by what the feed says.
+/// The known content, from the feed.
 #[derive(Default)]
 struct Known {
     blocks: BTreeSet<u64>,
@@ -98,7 +98,7 @@ fn what_was_missed_is_replayed_and_nothing_is_forgotten() {
         connected(&publisher).await;
         publisher.say(&batch(0, 1, true));
         known.reaches(&mut feed, &[1]).await;
-        // a gap in what is heard
+        // a gap in the received events
         publisher.lose(&batch(1, 2, true));
         publisher.lose(&batch(2, 1, false));
         publisher.say(&batch(3, 3, true));
@@ -201,7 +201,7 @@ fn nonsense_is_forgotten_and_the_feed_goes_on() {
 #[test]
 fn an_engine_that_connects_is_waited_for() {
     run(async {
-        // the engine's words for an address that it connects to
+        // the engine's notation for an address that it connects to
         let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let (mut feed, mut known) = (follow(&format!("tcp://{free}"), None).await, Known::default());
         let dialled = std::thread::spawn(move || {

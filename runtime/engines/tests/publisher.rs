@@ -42,17 +42,17 @@ impl Publisher {
                 std::thread::spawn(move || replay_to(&shared, stream));
             }
         });
-        // the engine's words for a port that it binds
+        // the engine's notation for a port that it binds
         let events = events_at.replace("127.0.0.1", "*");
         Publisher { events, replay: replay_at, shared }
     }
 
-    /// Says a batch to those who listen.
+    /// Publishes a batch to the subscribers.
     pub(crate) fn say(&self, payload: &[u8]) {
         self.keep(payload, true);
     }
 
-    /// A batch that nobody hears.
+    /// A batch that reaches no subscriber.
     pub(crate) fn lose(&self, payload: &[u8]) {
         self.keep(payload, false);
     }
@@ -81,7 +81,7 @@ impl Publisher {
         shared.batches.drain(..first);
     }
 
-    /// Says at most so many batches in one replay.
+    /// Limits one replay to this many batches.
     pub(crate) fn replay_at_most(&self, count: usize) {
         self.shared.lock().unwrap().replay_max = count;
     }
@@ -171,7 +171,7 @@ pub(crate) fn messages(bytes: &[u8]) -> Vec<Vec<Vec<u8>>> {
     all
 }
 
-/// Says one batch, number 0, to whoever subscribes over this connection.
+/// Publishes one batch, number 0, to every subscriber of this connection.
 pub(crate) fn say_once(stream: &mut TcpStream, payload: &[u8]) -> std::io::Result<()> {
     greet(stream, "PUB")?;
     read_frame(stream)?;
@@ -190,7 +190,7 @@ fn replay_to(shared: &Mutex<Shared>, mut stream: TcpStream) -> std::io::Result<(
         for (number, payload) in wanted.take(shared.replay_max) {
             stream.write_all(&message(&[b"", b"kv-events", &number.to_be_bytes(), payload]))?;
         }
-        // where messages were lost, the last of those that are kept come still
+        // where messages were lost, the last of the kept ones still come
         let last = shared.batches.last().filter(|_| shared.replay_max != usize::MAX);
         if let Some((number, payload)) = last.filter(|(number, _)| *number >= from) {
             stream.write_all(&message(&[b"", b"kv-events", &number.to_be_bytes(), payload]))?;

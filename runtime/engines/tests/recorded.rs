@@ -64,7 +64,7 @@ impl Counted {
         }
     }
 
-    /// Follows until nothing has come for a while and the blocks are those that are there.
+    /// Follows until nothing has come for a while and the blocks are the expected ones.
     async fn reaches_the_end(&mut self, feed: &mut Box<dyn EngineKvFeed>) {
         let expected = held().held;
         while !self.blocks.keys().eq(&expected) {
@@ -75,7 +75,7 @@ impl Counted {
     }
 }
 
-/// Sends these bytes to everyone who connects.
+/// Sends these bytes to every client.
 fn plays(bytes: &'static [u8]) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();

@@ -1,4 +1,5 @@
-//! Requests that two vLLM engines share, with what a real vLLM 0.32.0 told of a prompt's KV (`data/`).
+//! Requests that two vLLM engines share, with the description of a prompt's KV by a real vLLM 0.32.0
+//! (`data/`).
 
 use crate::fake::{FakeEngine, Mood};
 use mixfleet_engines::{EngineKind, HttpEngine};
@@ -8,7 +9,7 @@ use mixfleet_hal::outside::{
 };
 use serde_json::{Value, json};
 
-/// The whole answer to a prompt of 200 tokens, of which a connector kept the KV.
+/// The whole answer to a prompt of 200 tokens, whose KV a connector kept.
 const PROMPT: &str = include_str!("data/vllm-0.32.0/prompt.json");
 
 fn run<T>(future: impl Future<Output = T>) -> T {
@@ -36,7 +37,7 @@ fn chat() -> Value {
         "stop": ["never"], "tools": [{"type": "function"}]})
 }
 
-/// What a prompt is told to be kept as.
+/// The request to keep a prompt's KV.
 fn parameters() -> Value {
     let recorded: Value = serde_json::from_str(PROMPT).unwrap();
     recorded["kv_transfer_params"].clone()
@@ -113,7 +114,7 @@ fn what_cannot_be_shared_is_not_asked_and_what_is_not_kept_is_said() {
     assert_eq!(fault(&vllm, &two).kind, EngineFaultKind::NotTaken);
     assert_eq!(fault(&engine(EngineKind::LlamaCpp, &fake), &chat()).kind, EngineFaultKind::NotTaken);
     assert!(fake.asked().is_empty());
-    // neither an engine without a connector, nor one whose words would end the other one
+    // neither an engine without a connector, nor one whose description would end the other engine
     let refused = fault(&vllm, &chat());
     assert_eq!(refused.kind, EngineFaultKind::NotHandedOff, "{refused}");
     for wrong in [json!(7), json!({"do_remote_prefill": true}), json!([])] {

@@ -53,12 +53,12 @@ class MixfleetConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config
         self.urls = extra.get("urls") or []
         if not self.urls:
-            raise ValueError("kv_connector_extra_config needs 'urls', those of mixfleet that KV may come from and go to")
+            raise ValueError("kv_connector_extra_config needs 'urls': the mixfleet servers to exchange KV with")
         parallel = vllm_config.parallel_config
         if parallel.world_size != 1 or len(kv_cache_config.kv_cache_groups) != 1:
             raise ValueError("KV is exchanged with one vLLM worker (no TP or PP) whose layers all keep the same KV")
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
-            raise ValueError("kv_load_failure_policy must be 'recompute': KV that is damaged on its way is computed here")
+            raise ValueError("kv_load_failure_policy must be 'recompute': KV damaged in transfer is recomputed here")
         self.block_tokens = vllm_config.cache_config.block_size
         if role == KVConnectorRole.SCHEDULER:
             self.begin_to_schedule()
@@ -92,7 +92,7 @@ class MixfleetConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         params = self.wants(request, "do_remote_prefill")
-        # what could not be loaded is not tried again
+        # blocks that could not be loaded are not tried again
         if params is None or request.request_id in self.asked:
             return 0, False
         told = params.get("remote_num_tokens")
@@ -169,7 +169,7 @@ class MixfleetConnector(KVConnectorBase_V1, SupportsHMA):
         self.check_layout()
 
     def check_layout(self):
-        """Has vLLM write a block, and compares what is read from it, so that no layout is taken for another one."""
+        """Has vLLM write a block, and compares the values read back, so that no layout is mistaken for another."""
         shape = (self.block_tokens, self.kv_heads, self.head_dim)
         keys, values = torch.randn(shape).to(self.dtype), torch.randn(shape).to(self.dtype)
         cache = torch.zeros((1, *self.caches[0].shape[1:]), dtype=self.dtype)
@@ -233,7 +233,7 @@ class MixfleetConnector(KVConnectorBase_V1, SupportsHMA):
                     count += len(payload)
                 done += 1
             payloads.close()
-        # whatever it is, the request must go on
+        # after any error the request must go on
         except Exception as error:
             # mixfleet may have been started anew with another model
             self.layouts.pop(move.url, None)
@@ -265,7 +265,7 @@ class MixfleetConnector(KVConnectorBase_V1, SupportsHMA):
                 layout = self.layout(move.url)
                 payloads = [self.gathered(part) for block in move.blocks for part in self.parts(layout, block)]
                 taken = self.clients[move.url].write(layout, move.tokens, 0, payloads, move.salt)
-            # whatever it is, the engine must go on
+            # after any error the engine must go on
             except Exception as error:
                 self.layouts.pop(move.url, None)
                 if not isinstance(error, KvError):

@@ -43,14 +43,14 @@ class Layout:
 
     def __init__(self, told):
         if told.get("schema") != SCHEMA:
-            raise KvError(f"it speaks {told.get('schema')} and not {SCHEMA}")
+            raise KvError(f"the server speaks {told.get('schema')}, not {SCHEMA}")
         self.namespace = int(told["namespace"], 16)
         self.block_tokens, self.block_bytes = told["block_tokens"], told["block_bytes"]
         self.layers, self.kv_heads, self.head_dim = told["layers"], told["kv_heads"], told["head_dim"]
         self.dtype, self.model = told["dtype"], told["model"]
         self.frame_bytes = self.block_bytes + NAMED.size + 2 * DIGEST.size + 4 * self.block_tokens
         if self.frame_bytes != told["frame_bytes"]:
-            raise KvError(f"its frames have {told['frame_bytes']} bytes and not {self.frame_bytes}")
+            raise KvError(f"its frames have {told['frame_bytes']} bytes, not {self.frame_bytes}")
 
     def shape(self):
         return {"layers": self.layers, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "dtype": self.dtype}
@@ -81,7 +81,7 @@ class Layout:
             raise KvError("it is another block")
         rest = trailer[NAMED.size:-8]
         if rest[8:] != ids(tokens):
-            raise KvError("its token ids are not those of the prompt")
+            raise KvError("its token ids differ from the prompt's")
         if xxh3_64_digest(payload)[::-1] != rest[:8]:
             raise KvError("its KV does not match its checksum")
         return payload
@@ -138,7 +138,7 @@ class Client:
             connection.close()
 
     def write(self, layout, tokens, first, payloads, salt=None):
-        """Hands over the KV of the blocks of a prompt from `first` on; the number of those that were taken."""
+        """Sends the KV of a prompt's blocks from `first` on; returns the number of accepted blocks."""
         hashes = chain(tokens, layout.block_tokens, layout.namespace)
         head = self.head(layout, tokens, first, salt)
         pieces = [DIGEST.pack(len(head)), head]
