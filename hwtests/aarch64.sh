@@ -24,7 +24,8 @@ echo "aarch64: SKIPPED: a_bus_error_of_anything_else_still_ends_the_process, whi
 tests=(cargo test --release -p mixfleet-cpu --target "$target")
 "${tests[@]}" --no-run
 failed=0
-# every level, those of 2018 (dot products of bytes), and those of 2012; what has the same levels is checked whole once
+# every level, those of 2018 (dot products of bytes), and those of 2012; machines with equal levels are
+# checked in full once
 for cpu in max neoverse-n1 cortex-a57; do
     export QEMU_CPU=$cpu
     levels=$("${tests[@]}" --lib -- --nocapture levels_rise_from_portable 2>&1 | grep -o 'instruction levels: .*')

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Tries every parser of bytes from outside for longer than each change of the program does: by libFuzzer, with the address sanitizer, where
-# cargo-fuzz and a nightly compiler are there; else by seeded mutations alone. The first line says which.
-#   hwtests/fuzz.sh [SECONDS for each target; default 120] [TARGET...]
-# New inputs go to target/fuzz/found, those that show something to target/fuzz. Exit codes: 0 nothing was found, 1 something was.
+# Fuzzes every parser of untrusted bytes for longer than the tests of a change do: with libFuzzer and the
+# address sanitizer if cargo-fuzz and a nightly compiler are installed, else by seeded mutations alone. The
+# first line says which.
+# hwtests/fuzz.sh [SECONDS for each target; default 120] [TARGET...]
+# New inputs go to target/fuzz/found, failing ones to target/fuzz. Exit codes: 0 no failure found, 1 a failure
+# found.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 seconds=${1:-120}

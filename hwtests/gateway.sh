@@ -32,7 +32,7 @@ for peer in "${peers[@]}"; do
     [ -e "$packages/$name/complete" ] && continue
     rm -rf "${packages:?}/$name"
     mkdir -p "$packages/$name"
-    # what a package asks for besides is for what is not used here; these its launcher imports
+    # other requirements of the package serve unused features; its launcher imports these
     get() { python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --target "$packages/$name" "$@"; }
     if { get --no-deps "$peer" && get setproctitle requests aiohttp orjson uvicorn fastapi PyYAML; } 2>"$packages/$name/log"; then
         touch "$packages/$name/complete"

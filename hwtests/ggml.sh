@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Compares how GGUF files are read with the `gguf` package and with llama.cpp: every type of weights bit by bit, and every
-# vocabulary of llama.cpp's source package with the texts that come with it and with generated ones.
+# Compares how GGUF files are read with the `gguf` package and with llama.cpp: every type of weights bit by
+# bit, and every vocabulary of llama.cpp's source package with its own test texts and with generated ones.
 #
 #   hwtests/ggml.sh [TEXTS for each vocabulary; default 2000]
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes a tiny model with matrices of each ggml type, from random bytes, and what the `gguf` package reads of them.
+"""Writes a tiny model with matrices of each ggml type, from random bytes, and the values that the `gguf` package reads.
 
     hwtests/ggml_types.py [OUT]
 

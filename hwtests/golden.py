@@ -43,7 +43,7 @@ def main():
     runs = []
     for golden in sorted(args.fixtures.glob("*/golden.json")):
         for devices in args.devices:
-            # the commas of `tp:A,B` are those of one instance
+            # the commas of `tp:A,B` belong to one instance
             is_group = devices.startswith(("tp:", "pp:", "attn:"))
             prefill, _, decode = (devices, "", "") if is_group else devices.partition(",")
             for case in json.loads(golden.read_text())["cases"]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs an NVIDIA GPU, in three calls of less than ten minutes each. Builds nothing: it runs in a
-# folder that has the binary and all that is asked of it.
+# Runs everything that needs an NVIDIA GPU, in three calls of less than ten minutes each. Builds nothing: it
+# runs in a folder with the binary and all required files.
 #
 #   hwtests/gpu.sh pack DIR      makes that folder, on any machine (MIXFLEET names the binary; else it is built)
 #   DIR/hwtests/gpu.sh 1         devices conformance sanitizer golden
@@ -78,7 +78,7 @@ Build it with 'cargo build --release -p mixfleet'."
         case $said in *"unknown device 'none'"*) cp -r --no-preserve=mode "$fixture" "$to/fixtures/" ;; esac
     done
     [ -n "$(ls "$to/fixtures")" ] || die 3 "there are no checkpoints in $fixtures; name their folder with FIXTURES"
-    echo "$to: $(du -sm "$to" | cut -f1) MB, of which the binary $(du -sm "$to/mixfleet" | cut -f1) MB and" \
+    echo "$to: $(du -sm "$to" | cut -f1) MB, including the binary $(du -sm "$to/mixfleet" | cut -f1) MB and" \
         "$(ls "$to/fixtures" | wc -l) checkpoints; run its hwtests/gpu.sh 1, 2 and 3 where the GPU is"
 }
 
@@ -131,7 +131,7 @@ find_sanitizer() {
 
 running= running_signal= running_name=
 
-# Replaces the archive. What is being written meanwhile is in it as far as it is written.
+# Replaces the archive. Files that are being written are included as far as they are complete.
 archive() {
     local part="$out/.gpu-$call.$BASHPID"
     tar -C "$raw" --exclude=./cache -czf "$part" . 2>/dev/null
@@ -166,8 +166,8 @@ ended() {
     exit 143
 }
 
-# limited LIMIT_S NAME COMMAND...: runs it within what is left of the call, keeps its log, records how it ended.
-# STOP is the signal at the limit: a profile writes what it has when it is interrupted.
+# limited LIMIT_S NAME COMMAND...: runs it within the rest of the call's time, keeps its log, records how it
+# ended. STOP is the signal at the limit: a profile writes its results so far when it is interrupted.
 limited() {
     local most=$1 name=$2 left=$((limit_s - SECONDS)) rc state
     shift 2
@@ -302,8 +302,8 @@ step_decode() {
     done
 }
 
-# Two members on one GPU (`cuda` and `cuda:0` are one), or on those that MEMBERS names, beside one device: what the
-# exchange between members takes, and that their tokens are the golden ones.
+# Two members on one GPU (`cuda` and `cuda:0` are one), or on those that MEMBERS names, beside one device: the
+# time of exchanges between members, and whether their tokens are the golden ones.
 step_members() {
     local members=${MEMBERS:-tp:cuda,cuda:0} one
     if [ -n "$python" ]; then
@@ -338,7 +338,7 @@ step_others() {
             STOP=INT limited $(($1 / 2)) "profile-$other" "$mixfleet" profile --device "$other" --quick \
                 --out "$raw/profile-$other.json"
         else
-            skip "profile-$other" "no device of it here"
+            skip "profile-$other" "no such device here"
         fi
     done
 }
@@ -402,6 +402,6 @@ kill "$archiver" 2>/dev/null
 wait "$archiver" 2>/dev/null
 archive
 rm -f "$out"/.gpu-*
-echo "$out/gpu-$call.tar.gz has what was made"
+echo "$out/gpu-$call.tar.gz has the results"
 tail -n "+$((earlier + 1))" "$raw/steps.tsv" | grep -E '	(failed|cut|skipped)	' | cut -f1,2 | sed 's/^/gpu.sh: /'
 exit $failed

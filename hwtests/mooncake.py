@@ -166,7 +166,7 @@ class Run:
 
 
 def poisson(load, count, seed):
-    """Requests at one per second, all of which begin with one prefix."""
+    """Requests at one per second that share one prefix."""
     draw = random.Random(seed)
     common, all_blocks = int(load.prompt * load.cached) // BLOCK, -(-load.prompt // BLOCK)
     made, first = [], common

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What takes too long for every change: each part runs whatever became of the others, and a summary says how they ended.
-#   hwtests/nightly.sh [DIRECTORY for logs; default target/nightly]
+# Runs the checks that take too long for every change: a failing part does not stop the others, and a summary
+# lists the results.
+# hwtests/nightly.sh [DIRECTORY for logs; default target/nightly]
 # Exit codes: 0 all passed, 1 one did not.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -33,7 +34,7 @@ part "properties-$night" env PROPTEST_RNG_SEED="$night" cargo test --workspace -
 part kernels env MIXFLEET_OPENCL_LEVEL=full MIXFLEET_NVRTC=full MIXFLEET_WGPU_LEVEL=full cargo test -p mixfleet-opencl \
     -p mixfleet-cuda -p mixfleet-wgpu --features mixfleet-opencl/opencl --test all -- --nocapture conformance:: nvrtc::
 part golden env MIXFLEET_GOLDEN=full MIXFLEET_WGPU_LEVEL=full cargo test -p mixfleet --features full --test all -- --nocapture golden::
-# what a clone has that lies beside no shared data
+# a clone without shared data beside it
 part alone env MIXFLEET_FIXTURES=nowhere cargo test -p mixfleet --features full --test all -- --nocapture golden:: fleet:: tiers:: compare::
 part ggml hwtests/ggml.sh
 part real hwtests/real.sh --prompts 30

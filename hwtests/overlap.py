@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The client of overlap.sh: asks, shapes the link by what the prompt took, and asks again. The router's metrics tell the times."""
+"""The client of overlap.sh: sends a request, shapes the link by its prefill time, and sends another. Times come from the router's metrics."""
 import http.client, json, os, pathlib, random, subprocess, sys, time
 
 model, tokens, chunk = pathlib.Path(os.environ["model"]), int(os.environ["tokens"]), int(os.environ["chunk"])
@@ -32,7 +32,7 @@ def ask(length):
 
 
 def measure(name):
-    """Seconds to the first token, from it to the second, and those that the KV came after it."""
+    """Seconds to the first token, between the first two, and from the first token to the KV's arrival."""
     def seen():
         lines = dict(line.rsplit(" ", 1) for line in call("GET", "/metrics").splitlines() if not line.startswith("#"))
         what = ("time_to_first_token_seconds_sum", "inter_token_latency_seconds_sum", "kv_exposed_seconds_sum",

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# How much of a hand-off shows between two hosts: a prefill worker and a decode worker in network namespaces of their
-# own, KV over TCP under TLS, and a link that carries twice what prefill makes. Root, iproute2, etcd, openssl and python3;
-# changes nothing outside its namespaces. Exit status: 0 at most a tenth of the serial time and the last layer's show,
-# 1 more does, 3 could not run (says SKIPPED and why).
+# Measures how much of a hand-off is exposed between two hosts: a prefill worker and a decode worker in
+# separate network namespaces, KV over TCP under TLS, and a link with twice the rate at which prefill produces
+# KV. Root, iproute2, etcd, openssl and python3; changes nothing outside its namespaces. Exit status: 0 at
+# most a tenth of the serial time plus the last layer's is exposed, 1 more is, 3 could not run (says SKIPPED
+# and why).
 #
 #   hwtests/overlap.sh MODEL          a checkpoint directory
 #
-# MIXFLEET names the binary (default target/release/mixfleet, with the feature fleet), TOKENS the prompt (2048), CHUNK a
-# step of it (512), FACTOR what the link carries of what prefill makes (2), ROUNDS how often (3).
+# MIXFLEET names the binary (default target/release/mixfleet, with the feature fleet), TOKENS the prompt
+# (2048), CHUNK a step of it (512), FACTOR the link's rate over prefill's rate of KV (2), ROUNDS the
+# repetitions (3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

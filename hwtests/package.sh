@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds what is handed out, into target/package, and tries it. Exit status: 0 done, 1 something is wrong with it, 2 usage,
-# 3 could not run (says SKIPPED and why).
+# Builds the release packages into target/package, and tests them. Exit status: 0 done, 1 a package is faulty,
+# 2 usage, 3 could not run (says SKIPPED and why).
 #
 #   hwtests/package.sh binary     the stripped binary of the default features, which must be smaller than 30 MB
 #   hwtests/package.sh deb        that, manual pages and completions as a Debian package, by cargo-deb
@@ -60,7 +60,7 @@ deb() {
     installed
 }
 
-# Installs the package into a root of its own that has nothing but the libraries that it depends on, runs it there, and
+# Installs the package into a bare root with nothing but the libraries that it depends on, runs it there, and
 # removes it.
 installed() {
     [ "$(id -u)" = 0 ] || { echo "SKIPPED: to install it takes root"; return 0; }
@@ -76,7 +76,7 @@ installed() {
     "${dpkg[@]}" -r mixfleet >"$to/dpkg.log" 2>&1 || wrong "dpkg does not remove it"
     [ ! -e "$root/usr/bin/mixfleet" ] || wrong "a removed package leaves its binary"
     rm -rf "$root" "$to/dpkg.log"
-    echo "installed, run and removed in a root of its own"
+    echo "installed, run and removed in a bare root"
 }
 
 static() {

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# What pulling a prefix saves: three prompts that return in turn to a worker that prefills with little KV memory, while the one that decodes
-# still holds them. Two routers of the same workers take turns, one with --no-pull. Prints medians in ms and what was pulled.
-# Exit status: 0 measured, 1 the answers differ or nothing was pulled, 3 could not run (says SKIPPED and why).
+# Measures how much pulling a prefix saves: three prompts that return in turn to a prefill worker with little
+# KV memory, while the decode worker still holds them. Two routers of the same workers take turns, one with
+# --no-pull. Prints medians in ms and the pulled tokens. Exit status: 0 measured, 1 the answers differ or
+# nothing was pulled, 3 could not run (says SKIPPED and why).
 #
 #   hwtests/pulls.sh [MODEL]          a checkpoint directory; the built-in model otherwise
 #
@@ -81,7 +82,7 @@ for round in range(rounds + 1):
 for name in routers:
     some = sorted(times[name])
     print(f"{name}: {statistics.median(some):.0f} ms ({some[0]:.0f} to {some[-1]:.0f}), {len(some)} prompts of {tokens} tokens, "
-          f"{statistics.median(cached[name]):.0f} of them there")
+          f"{statistics.median(cached[name]):.0f} prefix-cache hits")
 print(f"ratio {statistics.median(times['computes']) / statistics.median(times['pulls']):.1f}")
 sys.exit(0 if statistics.median(cached["pulls"]) > tokens / 2 else 1)
 PYTHON

@@ -55,7 +55,7 @@ if [ ! -e "$cache/complete" ]; then
     command -v apt-get >/dev/null || skip "no apt-get to fetch a kernel, QEMU and perftest with; see --here"
     kernel=$(apt-cache depends linux-image-amd64 2>/dev/null | awk '/Depends: linux-image/ {print $2; exit}')
     [ -n "$kernel" ] || skip "apt knows no linux-image-amd64 (run: apt-get update; only Debian's kernel is known to have rxe)"
-    # What is installed already is used from the system; qemu-utils stays as it is, it may conflict.
+    # Installed packages are used from the system; qemu-utils stays, it may conflict.
     wanted=$(apt-get -s --no-install-recommends install qemu-system-x86 qemu-utils- kmod cpio busybox-static perftest \
         iproute2 ibverbs-providers 2>/dev/null | awk '/^Inst/ {print $2}')
     rm -rf "$cache/debs" "$root"
@@ -90,7 +90,7 @@ libraries_of() {
     shift
     for file in "$@"; do run ldd "$file"; done |
         awk '/=> \// {print $3} /^[[:space:]]*\/lib/ {print $1}' | sort -u | while read -r library; do
-        # those of the cache go where the guest's loader looks
+        # cached packages go where the guest's loader looks
         place="$root_to${library#"$root"}"
         mkdir -p "$(dirname "$place")"
         cp -L "$library" "$place"
@@ -194,7 +194,7 @@ pack_fleet() {
     fi
     answer=$("$built/mixfleet" generate --json "${here[@]}" "${model[@]}" --prefill cpu --decode cpu --temperature 0 \
         --ignore-eos --max-tokens 48 --prompt-ids "$prompt")
-    # KV of fewer bits gives tokens of its own: the guests' are those of one process here
+    # KV of fewer bits gives different tokens: the guests' must equal those of one process here
     if [ -d "$fixture" ] && [ "$kv" = f32 ]; then
         ids=$(sed -n 's/.*"ids":\[\([0-9,]*\)\].*/\1/p' <<<"$answer")
         if ! tr -d ' \n' <"$fixture/golden.json" | grep -qF "\"prompt_ids\":[$prompt],\"greedy_ids\":[$ids]"; then

@@ -22,7 +22,7 @@ STOP_S = 30  # for a server to end once it is told to
 
 @dataclasses.dataclass
 class Block:
-    """A block of commands, and what the page says of it."""
+    """A block of commands, and the page's instructions for it."""
 
     place: str
     commands: str
@@ -131,7 +131,7 @@ class Page:
         )
 
     def run(self, block, number):
-        """What is wrong with a block, if anything."""
+        """The fault of a block, if any."""
         path = self.work / f"{number}.log"
         with path.open("wb") as log:
             process = self.start(block, log)
@@ -153,7 +153,7 @@ class Page:
         return (f"no line like '{lacking}' at its place in the output", said()) if lacking else None
 
     def stop(self):
-        """Ends the servers; what is wrong with how they ended."""
+        """Ends the servers; returns the fault of their exit, if any."""
         for block, process in self.servers:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGINT)

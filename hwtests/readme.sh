@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Runs every command of README.md, or of the given pages, as it stands: each block of ```sh in the order of the page. The commands
-# run in an empty directory, with their own ports and caches. The lines of a ```text block behind it must occur in the output, in
-# this order; numbers may differ, and `...` stands for what was left out. Also compares README.md's picture and numbers with their
-# result page. Exit status: 0 passed, 1 failed, 2 usage, 3 could not run (says SKIPPED and why).
+# Runs every command of README.md, or of the given pages, as it stands: each block of ```sh in the order of
+# the page. The commands run in an empty directory, with their own ports and caches. The lines of a ```text
+# block after it must occur in the output, in this order; numbers may differ, and `...` stands for omitted
+# lines. Also compares README.md's picture and numbers with their result page. Exit status: 0 passed, 1
+# failed, 2 usage, 3 could not run (says SKIPPED and why).
 #
 #   hwtests/readme.sh [--install] [PAGE...; default README.md]
 #
-# An HTML comment before a block says what else to do with it:
-#   <!-- run: skip, REASON -->        do not run it: it needs hardware, a network or another service
-#   <!-- run: server, until TEXT -->  run it beside the blocks that follow it, from the time at which it prints TEXT
-#   <!-- run: install -->             run it in the root of the repository, and only with --install, since it builds for minutes
+# An HTML comment before a block says how to run it:
+# <!-- run: skip, REASON -->        do not run it: it needs hardware, a network or another service
+# <!-- run: server, until TEXT -->  run it beside the following blocks, from the time at which it prints TEXT
+# <!-- run: install -->             run it in the root of the repository, and only with --install, since it
+# builds for minutes
 #
 # MIXFLEET names the binary (default target/release/mixfleet); --install uses the installed one.
 set -euo pipefail
@@ -29,7 +31,7 @@ python3 -B hwtests/readme.py --self-test
     set -- README.md
     hwtests/picture.py --check docs/results/plan.md docs/images/mixes.svg README.md
 }
-# a network of its own, so that the port of an example is free; without one, the port must be
+# a separate network, so that the port of an example is free; without one, the port must be
 alone=(unshare --net --map-root-user)
 [ -z "$install" ] && "${alone[@]}" true 2>/dev/null || alone=()
 exec "${alone[@]}" python3 -B hwtests/readme.py $install "$program" "$@"

@@ -75,7 +75,7 @@ def simulate(trace, file, *options):
 
 
 def spread(values, digits):
-    """The least and the most of some numbers; one of them if they look alike."""
+    """The minimum and maximum of some numbers; one of them if they print alike."""
     low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 
@@ -405,7 +405,7 @@ def main(words):
             print(f"tables: {page} has no table {name}", file=sys.stderr)
             return 3
         new = make() + "\n"
-        # read after the simulations, which take long enough for someone to edit the page meanwhile
+        # read after the simulations, which take long enough for a concurrent edit of the page
         before, rest = page.read_text().split(begin, 1)
         old, after = rest.split(end, 1)
         lines = [line for line in new.splitlines() if line not in old.splitlines()]

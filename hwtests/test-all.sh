@@ -14,7 +14,7 @@ packages="$packages etcd-server protobuf-compiler libprotobuf-dev"
 packages="$packages mesa-vulkan-drivers libvulkan1"
 # A BLAS for the example of a backend in C.
 packages="$packages make libopenblas-dev"
-# What the README asks a server with.
+# Tools for the README's requests to a server.
 packages="$packages curl"
 # A browser, which looks at the pages that commands write.
 packages="$packages chromium"
@@ -51,13 +51,13 @@ fi
 export MIXFLEET_CUDA_LIBRARIES="$nvrtc/nvidia/cuda_nvrtc/lib"
 
 began=$SECONDS
-# step NAME: says what comes, and how long what came before took
+# step NAME: prints the next step, and the time of the previous one
 step() { printf '\n== %s (at %s s) ==\n' "$1" "$((SECONDS - began))"; }
 features=(--workspace --features mixfleet/full)
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
-# Every test in a process of its own, as many at a time as there are cores; tests of documentation come apart.
+# Every test in its own process, as many at a time as there are cores; doc tests are run separately.
 run_tests() {
     if cargo nextest --version >/dev/null 2>&1; then
         cargo nextest run --locked --no-fail-fast "${features[@]}" --success-output immediate --failure-output immediate-final
@@ -90,7 +90,7 @@ step "commands of the README"
 MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/readme.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "pages in a browser"
 MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/pages.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
-step "engines of others"
+step "external engines"
 MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/engines.sh llamacpp 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "chat templates beside transformers"
 MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/templates.sh --tenth 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]

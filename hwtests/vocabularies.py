@@ -77,7 +77,7 @@ def tiny(source, target, pre=None):
 
 
 def ask(model, cases):
-    """What llama.cpp makes of the texts in `cases`; in a process of its own."""
+    """llama.cpp's tokens of the texts in `cases`; in a child process."""
     import xllamacpp
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.warmup, params.n_parallel, params.verbosity = model, 256, False, 1, -1

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The way of a vendor whose part nobody knows: from a library with a C interface to the price below which the part wins. The
-# part is the example in hwtests/plugin, and stands for yours. Each step is a command to copy. Exit status: 0 all steps did what
-# they must, 1 one did not, 2 usage, 3 could not run (says SKIPPED and why).
+# A vendor's path with an unknown part: from a library with a C interface to the price below which the part
+# wins. The part is the example in hwtests/plugin, and stands for yours. Each step is a command to copy. Exit
+# status: 0 all steps passed, 1 one did not, 2 usage, 3 could not run (says SKIPPED and why).
 #
 #   hwtests/walkthrough.sh [DIRECTORY for what it makes; default target/walkthrough]
 #
@@ -43,7 +43,7 @@ step "2. What it really does"
 points=launch.empty,memory_read.256KiB,memory_read.4MiB,gemm.bf16.m1.n256.k2048,gemm.bf16.m64.n256.k2048
 must 0 part profile --device loops:0 --quick --only "$points" --out "$out/loops.json" --html "$out/profile.html"
 
-step "3. What is claimed of it"
+step "3. Its claims"
 must 0 part validate --init-part "$out/part.toml" --profile "$out/loops.json"
 # a vendor writes its own numbers here; this machine does other work too
 sed -i 's/^at_least = .*/at_least = 0.0001/' "$out/part.toml"
@@ -77,7 +77,7 @@ step "7. The price below which it wins"
 must 0 "$program" compare --model qwen3-0.6b "$out/loops.json" rtx-4090 l40s --usd-per-hour loops=0.00001 \
     --html "$out/compare.html" >"$out/compare.txt"
 grep -A 4 '^loops$' "$out/compare.txt" || fail "the comparison does not speak of the part"
-grep -A 4 '^loops$' "$out/compare.txt" | grep -q 'cheapest decode .*below \$' || fail "no price is told"
+grep -A 4 '^loops$' "$out/compare.txt" | grep -q 'cheapest decode .*below \$' || fail "no price is printed"
 
 step "done"
 echo "the pages are in $out: profile.html, report-1/report.html, diff-2.html, compare.html"

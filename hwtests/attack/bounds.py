@@ -1,4 +1,4 @@
-"""A key with a bound of tokens asks for more in every spelling, of engines that read each body as generously as they can."""
+"""A key with a token limit requests more in every spelling, from engines that read each body as generously as possible."""
 
 import json
 import os

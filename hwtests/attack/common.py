@@ -15,7 +15,7 @@ WAIT_S = 120
 
 
 def program_and_full():
-    """The binary under attack, and whether the long form was asked for."""
+    """The binary under attack, and whether the long form was requested."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--full"]
     if len(arguments) != 1:
         sys.exit("usage: ATTACK.py MIXFLEET [--full]")
@@ -115,7 +115,7 @@ def free_port():
 
 
 class Fleet:
-    """etcd, workers and a router on loopback; `router` is asked like a server. None without etcd."""
+    """etcd, workers and a router on loopback; `router` takes requests like a server. None without etcd."""
 
     def __init__(self, program, *devices):
         self.directory = tempfile.TemporaryDirectory(prefix="mixfleet-attack-")

@@ -1,4 +1,4 @@
-"""One client floods the queues, slots and prompts of a server; another one's small requests keep their share."""
+"""One client floods the queues, slots and prompts of a server; another client's small requests keep their share."""
 
 import http.client
 import json
@@ -29,7 +29,7 @@ def ask(server, source, body):
 
 
 class Flood:
-    """A client with many connections, each of which asks again when it is answered."""
+    """A closed loop over many connections."""
 
     def __init__(self, server, body):
         self.server, self.body, self.stopping = server, body, False

@@ -6,7 +6,7 @@ import time
 
 from common import Checks, Fleet, Pauses, Server, children, program_and_full
 
-# What is promised is 1 s, 50 ms and 100 MB; time has room for a busy machine.
+# The promised bounds are 1 s, 50 ms and 100 MB; the time limit leaves room for a busy machine.
 ANSWER_S_MAX = 15.0
 PAUSE_S_MAX = 2.0
 RSS_GROWTH_MB_MAX = 100
@@ -131,7 +131,7 @@ def main():
             checks.end()
     checks.check(slowest_s < ANSWER_S_MAX, f"the slowest answer took {slowest_s:.2f} s (1 s is promised)")
     for at in range(300 if full else 80):
-        # small texts, each of which takes much memory
+        # small texts that each take much memory
         server.ask("POST", "/v1/completions", {**body, **doubled(13, f"/(k{at}|[a-z]+)[0-9]?/")}, timeout=30)
     grown_mb = server.rss_mb() - rss_mb
     checks.check(grown_mb < RSS_GROWTH_MB_MAX, f"resident memory grew by {grown_mb:.0f} MB (100 are promised)")

@@ -57,7 +57,7 @@ def main():
     checks = Checks()
 
     def ends_well(what, code, said, seconds):
-        """It ended by itself, soon, with a message and neither a signal nor a panic."""
+        """The process exited by itself, soon, with a message, without a signal or a panic."""
         shown = said[-300:].decode(errors="replace")
         checks.check(code in (0, 1, 2, 3) and seconds < 150 and b"panicked" not in said,
                      f"{what}: exit {code} after {seconds:.1f} s: {shown}")
@@ -83,7 +83,7 @@ def main():
             directory = copied(home, f"tokenizer-{at}")
             replace(directory, "tokenizer.json", json.dumps({**tokenizer, "normalizer": normalizer}))
             code, said, seconds = run(program, "models", "--check", directory)
-            # one of them takes all memory that the child may have before its growth is seen
+            # one of them takes all memory of the child before its growth is noticed
             is_refused = b"longer" in said or b"takes more than" in said
             checks.check(code == 1 and is_refused, f"a normalizer that multiplies text: exit {code}: {said[-200:]}")
         for name in ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]:

@@ -193,7 +193,7 @@ class Pair:
             time.sleep(0.005)
 
     def prove(self, most=100):
-        """Asks until the two share requests; how many it took, or None."""
+        """Sends requests until the two engines share them; how many it took, or None."""
         for count in range(1, most + 1):
             self.ask(True)
             if self.server.metric("mixfleet_canary_shares") > 0:
@@ -236,7 +236,7 @@ def main():
         found = pair.canaries() - began
         what = f"{fault}, a proven pair: found after {found:.0f} canaries, {pair.wrong} wrong answers before that"
         checks.check(pair.quarantined(), what)
-        # the pair rests, and clients have one engine's answers
+        # the pair is suspended, and clients have one engine's answers
         wrong = pair.wrong
         [pair.ask(False) for _ in range(10)]
         checks.check(pair.wrong == wrong, f"{fault}: 10 answers behind it are right")

@@ -1,4 +1,4 @@
-"""Clients leave before their answers end, read or unread; they pay for what was computed until then."""
+"""Clients leave before their answers end, read or unread; they pay for the tokens computed until then."""
 
 import http.client
 import json
@@ -67,7 +67,7 @@ def main():
         connection.close()
         paid = waits(lambda: used(server, "leaver")["completion_tokens"] >= events)
         account = used(server, "leaver")
-        checks.check(paid and account["prompt_tokens"] == 100, f"who leaves at 90 % of a stream pays: {account}")
+        checks.check(paid and account["prompt_tokens"] == 100, f"a client that leaves at 90 % of a stream pays: {account}")
 
         connection = begin(server, model, "sleeper", True)
         connection.getresponse()
@@ -77,14 +77,14 @@ def main():
         waits(lambda: used(server, "sleeper")["requests"] >= 1)
         account = used(server, "sleeper")
         computed = server.metric("mixfleet_generation_tokens_total") - before
-        checks.check(account["completion_tokens"] >= TOKENS * 9 // 10, f"who reads nothing pays: {account}, {computed}")
+        checks.check(account["completion_tokens"] >= TOKENS * 9 // 10, f"a client that reads nothing pays: {account}, {computed}")
 
         connection = begin(server, model, "whole", False, tokens=3000)
         time.sleep(2)
         connection.close()
         waits(lambda: used(server, "whole")["requests"] >= 1)
         account = used(server, "whole")
-        checks.check(account["completion_tokens"] > 20, f"who leaves a whole answer pays: {account}")
+        checks.check(account["completion_tokens"] > 20, f"a client that leaves a whole answer pays: {account}")
         checks.check(server.alive(), "the server lives")
     finally:
         server.stop()

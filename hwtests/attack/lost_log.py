@@ -1,4 +1,4 @@
-"""Takes a server's log away: its reader leaves, nobody reads it, or its disk is full. The server goes on and counts."""
+"""Takes a server's log away: its reader leaves, it is not read, or its disk is full. The server goes on and counts."""
 
 import os
 import signal

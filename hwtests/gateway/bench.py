@@ -17,7 +17,7 @@ LONG, STREAM = ("220000", "16", "5"), ("2000", "250", "20")
 
 
 def free_ports(count):
-    """Ports of 127.0.0.1 that nobody has now."""
+    """Free ports of 127.0.0.1."""
     sockets = [socket.socket() for _ in range(count)]
     for one in sockets:
         one.bind(("127.0.0.1", 0))

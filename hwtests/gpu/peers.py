@@ -124,7 +124,7 @@ class Attention:
                       "head_dim": HEAD_DIM, "flops": 4 * batch * heads * pairs * HEAD_DIM, "bytes": size}
 
     def point(self, peer, prepare):
-        """What `peer` reaches, or its own words for why it refuses the shape."""
+        """The rate of `peer`, or its error message if it refuses the shape."""
         result = {"name": self.name, "peer": peer, **self.facts}
         try:
             return result | seconds(prepare(), len(self.kv))
@@ -165,7 +165,7 @@ def plan():
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", help="file to write; standard output otherwise")
-    parser.add_argument("--plan", action="store_true", help="print what would be measured, and exit")
+    parser.add_argument("--plan", action="store_true", help="print the planned measurements, and exit")
     arguments = parser.parse_args()
     if arguments.plan:
         for measure, shape in plan():

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""docs/results/cuda.md from what gpu.sh measured: correctness, and what was reached beside torch and the part's limits.
+"""Writes docs/results/cuda.md from the measurements of gpu.sh: correctness, and rates beside torch and the part's limits.
 
     hwtests/gpu/report.py gpu-1.tar.gz gpu-2.tar.gz gpu-3.tar.gz > docs/results/cuda.md
 

@@ -1,4 +1,4 @@
-"""Clients: requests at a steady rate, half of them streamed, each checked against what one device alone answers."""
+"""Clients: requests at a steady rate, half of them streamed, each checked against the answer of a single device."""
 
 import http.client
 import json
@@ -13,17 +13,17 @@ import world
 SILENCE_S_MAX = 10
 # To a router that is there, a connection takes milliseconds; balancers wait as long.
 CONNECT_S_MAX = 1
-# A person's patience with one request, over all tries.
+# A user's timeout for one request, over all retries.
 REQUEST_S_MAX = 60
 CLIENTS_MAX = 256
 
 
 class Refused(Exception):
-    """A clear error: the server said what is wrong."""
+    """A clear error: the server named the cause."""
 
 
 class Unready(Refused):
-    """503: it cannot serve now. A client, as a balancer does, asks the other router before it believes that."""
+    """503: it cannot serve now. A client, like a balancer, tries the other router first."""
 
 
 class Broken(Exception):
@@ -43,7 +43,7 @@ def body(prompt, tokens, stream, salt):
 
 
 def ask(address, text, stream, expected):
-    """The whole answer; raises what went wrong."""
+    """The whole answer; raises on failure."""
     connection = http.client.HTTPConnection(*address, timeout=CONNECT_S_MAX)
     try:
         connection.connect()
@@ -84,7 +84,7 @@ def streamed(response, expected):
 
 
 class Load:
-    """Requests at even intervals, whoever is slow."""
+    """Requests at even intervals, regardless of slow answers."""
 
     def __init__(self, routers, cases, rate):
         self.routers, self.cases, self.rate = routers, cases, rate
@@ -104,7 +104,7 @@ class Load:
                 clients.submit(self.request, number, begun + number / self.rate)
             whole = True
         finally:
-            # who was interrupted asks nothing more
+            # an interrupted client sends no further request
             clients.shutdown(wait=True, cancel_futures=not whole)
 
     def request(self, number, planned):

@@ -41,7 +41,7 @@ def watched(fleet, fault):
 
 
 def noticed(fleet, fault):
-    """Seconds until the last router that used what was lost left it out; None where one never did."""
+    """Seconds until the last router stopped using the lost worker; None if one never did."""
     used = [(router, member) for router, member in watched(fleet, fault) if in_use(fleet, router, member, fault["at"])]
     if not used:
         return 0.0 if watched(fleet, fault) else None
@@ -52,7 +52,7 @@ def noticed(fleet, fault):
 
 
 def back_s(fault, after_s, ends, rate, until):
-    """Seconds from a fault until a window begins, after it was noticed, in which 90 % of what comes is completed."""
+    """Seconds from a fault until a window begins, after it was noticed, in which 90 % of the requests are completed."""
     needed = BACK_SHARE * rate * WINDOW_S
     start = fault["at"] + after_s
     while start < until - WINDOW_S:

@@ -107,7 +107,7 @@ def main():
     parser.add_argument("--json", type=Path)
     parser.add_argument("--keep", type=Path)
     args = parser.parse_args()
-    # what is ended from outside takes its processes and namespaces with it
+    # an external kill also ends its processes and removes its namespaces
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     scratch = Path(tempfile.mkdtemp(prefix="mixfleet-hosts-"))
     program = os.path.abspath(args.program)

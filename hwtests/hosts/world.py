@@ -13,7 +13,7 @@ from pathlib import Path
 HOSTS = ("one", "two", "three")
 ETCD_PORT, CONTROL_PORT, HTTP_PORT = 2379, 7000, 8000
 API_KEY = "hosts-test"
-# Who lives where. etcd is on the first host too.
+# Which process runs on which host. etcd is on the first host too.
 WORKERS = {
     "prefill-a": ("one", "prefill"),
     "prefill-b": ("two", "prefill"),
@@ -55,7 +55,7 @@ class Network:
             run(*inside, "ip", "link", "set", "lo", "up")
 
     def enter(self):
-        """This thread, and those that it starts from now on, are on the bridge."""
+        """Puts this thread, and those that it starts later, on the bridge."""
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self.namespace('switch')}") as namespace:
             if libc.setns(namespace.fileno(), 0) != 0:
@@ -76,7 +76,7 @@ class Network:
         run("ip", "netns", "exec", self.namespace("switch"), "ip", "link", "set", host, "down")
 
     def swallow(self, host):
-        """The link stays up and nothing passes: the bridge forwards no frame of it."""
+        """The link stays up but passes nothing: the bridge drops its frames."""
         run("ip", "netns", "exec", self.namespace("switch"), "ip", "link", "set", host, "nomaster")
 
     def mend(self, host):

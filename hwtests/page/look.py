@@ -45,7 +45,7 @@ class Server:
 
 
 def overflows(page):
-    """Whether the page is wider than its window: only what has its own bar may be."""
+    """Whether the page is wider than its window: only boxes with their own scroll bar may be."""
     return page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth")
 
 
@@ -64,7 +64,7 @@ def look(playwright, server, port):
     state = page.get_by_role("status")
     expect(state).to_have_text("serves", timeout=WAIT_S * 1000)
     expect(page.locator("#placements-say")).to_have_text("an API key is needed for this", timeout=WAIT_S * 1000)
-    check(True, "without the key it shows what is open, and says what needs one")
+    check(True, "without the key it shows the public parts, and names the others")
 
     page.get_by_label("API key").fill(KEY)
     for _ in range(5):
@@ -97,13 +97,13 @@ def look(playwright, server, port):
 
     server.kill()
     expect(state).to_have_text("no answer from the server; trying again", timeout=WAIT_S * 1000)
-    check(True, "a server that is gone is told")
+    check(True, "a lost server is reported")
     again = Server(port)
     try:
         expect(state).to_have_text("serves", timeout=WAIT_S * 1000)
         expect(page.locator("#placements-say")).to_have_text("No request has been placed yet.", timeout=WAIT_S * 1000)
-        check(True, "one that is back is shown, without what was before")
-        check(all(url.startswith(server.url + "/") for url in asked), "nothing was asked of another server")
+        check(True, "a server that is back is shown, without its earlier history")
+        check(all(url.startswith(server.url + "/") for url in asked), "no request to another server")
         check(not wrong, f"the page's script had no error {wrong}")
     finally:
         again.kill()

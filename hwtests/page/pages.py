@@ -16,7 +16,7 @@ CONTRAST = 4.5
 LOOKS = [("light", 1280, "light", "screen"), ("dark", 1280, "dark", "screen"), ("narrow", 390, "light", "screen"),
          ("narrow-dark", 390, "dark", "screen"), ("print", 794, "light", "print"), ("print-dark", 794, "dark", "print")]
 
-# Runs in the page. What is found has a few words on where it is; an empty list is a page without findings.
+# Runs in the page. Each finding has a short text on where it is; an empty list is a page without findings.
 FINDINGS = """
 (least) => {
   const found = [];
@@ -202,7 +202,7 @@ def look(playwright, pages):
         small.emulate_media(color_scheme=scheme, media=medium)
         small.set_viewport_size({"width": width, "height": 1000})
         small.screenshot(path=PAGES / f"report-{look}.png", full_page=True, clip={"x": 0, "y": 0, "width": width, "height": 1500})
-    check(asked == [file.as_uri() for _, file in pages], "no page asks for anything beside itself")
+    check(asked == [file.as_uri() for _, file in pages], "no page requests anything but itself")
     check(not wrong, "nothing is cut off, blank, nameless or pale")
     # the check itself must be able to fail
     page.set_content("<html><body><h3 style='color:#bbb;width:3000px'>pale and wide</h3><svg role='img'></svg></body></html>")

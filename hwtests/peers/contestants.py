@@ -200,7 +200,7 @@ def cores(begin, end):
 
 
 def covered(model, folder, vocab):
-    """The checkpoint by links, with a tokenizer that has a word for every id.
+    """The checkpoint by links, with a tokenizer that has a text for every id.
 
     A server sends no chunk for a token without text, and random weights may generate any id.
     """

@@ -51,7 +51,7 @@ def parsed():
 
 
 def present(args):
-    """The contestants that were asked for and are installed; says what is left out."""
+    """The requested contestants that are installed; reports the others."""
     for kind in (contestants.Limits, *CONTESTANTS):
         if kind.name not in args.only:
             continue

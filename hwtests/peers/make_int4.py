@@ -27,7 +27,7 @@ def to_bf16(values):
 
 
 def packed(bits, group):
-    """Codes, eight to a word from the lowest bits up, and bf16 scales, of a matrix of bf16 patterns."""
+    """Codes, eight to a 32-bit integer from the lowest bits up, and bf16 scales, of a matrix of bf16 patterns."""
     rows, columns = bits.shape
     weights = to_f32(bits).reshape(rows, columns // group, group)
     scales = to_bf16(numpy.abs(weights).max(axis=2) / (LEVELS - 1))

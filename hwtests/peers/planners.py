@@ -192,7 +192,7 @@ class Ours:
 
 
 class Theirs:
-    """aiconfigurator's command line; it has no prices, and is asked for the fewest devices for a rate."""
+    """aiconfigurator's command line; it has no prices, and minimises devices for a rate."""
 
     def __init__(self, args):
         self.program, self.out = args.aiconfigurator.absolute(), args.out

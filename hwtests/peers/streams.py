@@ -62,7 +62,7 @@ class Stream:
 
 
 def run(address, model, prompts, max_tokens):
-    """Streams all prompts at once; returns when each token came, in seconds since the first was asked for.
+    """Streams all prompts at once; returns when each token came, in seconds since the first request.
 
     `result[stream][token]`; every stream has `max_tokens`.
     """

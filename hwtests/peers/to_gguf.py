@@ -86,7 +86,7 @@ class Experts:
 
 
 def add_vocabulary(writer, size):
-    """Byte-level BPE of a word for every id and one pair to merge."""
+    """Byte-level BPE with a text for every id and one pair to merge."""
     letters = [chr(code) for code in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x144))]
     words = [*letters, "ab", *(f"t{token}" for token in range(len(letters) + 1, size))]
     writer.add_tokenizer_model("gpt2")

@@ -29,7 +29,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-# (name, bytes of a piece, pieces of a batch, batches under way)
+# (name, bytes of a piece, pieces of a batch, batches in flight)
 SHAPES = [
     ("8 B", 8, 1, 1),
     ("64 KiB", 64 << 10, 1, 1),

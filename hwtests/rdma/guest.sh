@@ -16,7 +16,7 @@ start_server() {
 # remote COMMAND: runs it on the guest that takes commands
 remote() { echo "$1" | nc "${shell:-$server}" "$shell_port"; }
 
-# switch_off: that guest; nothing comes back of it
+# switch_off: that guest; it returns no output
 switch_off() { echo 'echo o >/proc/sysrq-trigger' | timeout 2 nc "${shell:-$server}" "$shell_port" || true; }
 
 # ours SLICE DEPTH PAIRS MEGABYTES SPIN_US, in MB/s
@@ -35,8 +35,8 @@ theirs() {
     awk -v size="$2" '$1 == size {print $4 * 1.048576}' perftest.client
 }
 
-# compare PEER ROUNDS MEGABYTES: in turns, and the medians. They are told, not judged: a clock decides no test.
-# ib_write_bw never sleeps, so ours is measured without sleeping and as it is by default.
+# compare PEER ROUNDS MEGABYTES: in turns, and the medians. They are reported, not judged: no test depends on
+# timing. ib_write_bw never sleeps, so ours is measured both without sleeping and with its defaults.
 compare() {
     for round in $(seq "$2"); do
         echo "$(ours 65536 128 2 "$3" 60000000) $(ours 65536 128 2 "$3" 20) $(theirs "$1" 65536 128 2 "$3")"
@@ -86,7 +86,7 @@ over_both() {
     fi
 }
 
-# until_said FILE WORDS [TIMES]: until so many lines of a log have the words
+# until_said FILE TEXT [TIMES]: until this many lines of a log contain the text
 until_said() { until [ "$(grep -c "$2" "$1" 2>/dev/null)" -ge "${3:-1}" ]; do sleep 0.2; done; }
 
 # expect WHAT FILE WORDS: one line that says how it went

@@ -12,10 +12,11 @@ import threading
 import time
 
 START_S_MAX = 120
-# A child that tries a grammar lives for some 10 ms: so many are looked for, and one in so many that are seen is killed.
+# A child that compiles a grammar lives for some 10 ms: this many are looked for, and one in this many is
+# killed.
 LOOK_EVERY_S = 0.02
 KILL_ONE_IN = 4
-# Seconds until nobody reads the logs, and until their pipes are closed.
+# Seconds until the logs are no longer read, and until their pipes are closed.
 UNREAD_AFTER_S, CLOSED_AFTER_S = 20, 40
 
 

@@ -22,7 +22,7 @@ async def exchange(address, sent, source=SOURCE, patience=PATIENCE_S):
         reader, writer = await asyncio.open_connection(*address, local_addr=source, limit=1 << 24)
         try:
             async def send():
-                # who is refused early may be cut off in the middle of its body
+                # a request refused early may be cut off in the middle of its body
                 try:
                     writer.write(sent)
                     await writer.drain()
@@ -104,7 +104,7 @@ async def cases(address):
 
 
 async def once(address, case, report):
-    """One answer: those who are told to come back do, for a while."""
+    """One answer: retries for a while if the server says to retry."""
     for _ in range(TRIES):
         try:
             got, headers, body = await exchange(address, sent(case))

@@ -21,7 +21,7 @@ def completion(**more):
 
 
 def ballast():
-    """7.9 MB that nobody uses: small values, which take much more as a tree."""
+    """7.9 MB of unused small values, which take much more memory as a tree."""
     entries = ",".join(f'"k{number}":[{number},{{}}]' for number in range(370_000))
     return f'{{"model":"{MODEL}","prompt":"x","max_tokens":2,"metadata":{{{entries}}}}}'.encode()
 
@@ -112,7 +112,7 @@ async def client(address, number, report, stop):
 
 
 async def holder(address, kind, stop, report):
-    """Keeps up so many connections that ask nothing; those that are closed come again."""
+    """Keeps this many idle connections open, and reopens closed ones."""
     count, sent, ip = HOLDERS[kind]
     open_ones = []
     while not stop.is_set():

@@ -1,4 +1,4 @@
-"""A server between good and hostile clients, and what became of it."""
+"""Soaks a server with good and hostile clients, and reports the outcome."""
 
 import argparse
 import asyncio
@@ -20,7 +20,7 @@ import hostile
 import watch
 
 OPEN_FILES = 1024
-# What the issue of a soak asks for.
+# Requirements of a soak.
 RSS_MB_PER_MINUTE_MAX = 1.0
 RSS_AFTER_MINUTES = 10
 LIVE_OWN_P99_MS_MAX = 50
@@ -117,7 +117,7 @@ async def soak(server, options, report):
     await sampling
     report.late_clients = len(late)
     report.broken_clients = [repr(task.exception()) for task in done if not task.cancelled() and task.exception()]
-    # whoever let go is noticed soon
+    # a dropped connection is noticed soon
     deadline = time.monotonic() + SETTLE_S_MAX
     while server.process.poll() is None:
         report.end = watch.sample(server.pids())
@@ -144,16 +144,16 @@ class Report:
 
 
 def judge(report, live, options, exit_code):
-    """What is asked for, and whether it held; None where the run is too short to say."""
+    """The requirements, and whether each held; None if the run is too short to tell."""
     slope = watch.slope(report.series, "rss_mb", RSS_AFTER_MINUTES)
     each = [watch.slope(report.series, "rss_mb_of_each", RSS_AFTER_MINUTES, of) for of in range(len(report.start["rss_mb_of_each"]))]
     answered = report.statuses.get("good", {}).get("whole", 0)
     own, shared = live["own"], live["shared"]
     checks = {
-        "the server lived, and ended with 0 when told": exit_code == 0,
+        "the server lived, and exited with 0 on request": exit_code == 0,
         "every good answer is whole and equal to the one given alone": not report.wrong and not report.broken and answered > 0,
         "no thread panicked": report.panics == 0,
-        "nobody waited for ever": report.late_clients == 0 and not report.broken_clients,
+        "no client waited for ever": report.late_clients == 0 and not report.broken_clients,
         "healthy at the end": report.health == 200,
         f"RSS slope after minute {RSS_AFTER_MINUTES} below {RSS_MB_PER_MINUTE_MAX} MB a minute": None if slope is None else slope < RSS_MB_PER_MINUTE_MAX,
         "descriptors at the end as at the start": bool(report.end) and report.end["descriptors"] <= report.start["descriptors"],

@@ -52,7 +52,7 @@ async def samples(pids, report, stop):
 
 
 def slope(series, name, after_minutes, of=None):
-    """Growth a minute by least squares, of what lies after a time; None of less than a minute. `of` is a place in a list."""
+    """Growth per minute by least squares, of the samples after a time; None for less than a minute. `of` is an index."""
     points = [(s["minute"], s[name] if of is None else s[name][of]) for s in series if s["minute"] >= after_minutes]
     if len(points) < 3 or points[-1][0] - points[0][0] < 1:
         return None
@@ -71,7 +71,7 @@ def ask(address):
 
 
 def live(name, address, end, queue):
-    """In a process of its own: asks again and again until the end, each time by a new connection."""
+    """In a child process: repeats a request until the end, each time over a new connection."""
     took_ms, failed = [], 0
     while not end.is_set():
         began = time.monotonic()

@@ -108,12 +108,12 @@ impl Guarded {
     }
 }
 
-/// Returns the slots of logical KV that hold a token, which are those that are not NaN.
+/// Returns the slots of logical KV that hold a token, which are those without NaN.
 fn live_slots(pool: &[f64], width: usize) -> Vec<f64> {
     (0..pool.len() / width).filter(|slot| !pool[slot * width].is_nan()).map(|slot| slot as f64).collect()
 }
 
-/// What is needed to access the contents of an operation's paged KV.
+/// Everything needed to access the contents of an operation's paged KV.
 struct PagedOperands {
     /// Indices of the operands `k_pool` and `v_pool`, if there is one.
     at: Range<usize>,
@@ -256,7 +256,7 @@ impl ConformanceBench<'_> {
         Ok(Guarded { inner: whole.range(before, bytes.len() as u64), whole, image })
     }
 
-    /// Runs a batch to completion on a queue of its own.
+    /// Runs a batch to completion on a new queue.
     pub(crate) fn finish(&self, cmds: &[Cmd], way: SubmitMode) -> Result<(), BenchError> {
         let mut queue = self.device.queue()?;
         let ticket = match way {

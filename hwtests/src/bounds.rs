@@ -19,7 +19,7 @@ const EXP: f64 = 8.0 * U;
 /// Relative error of a division or a square root: 3 ulp.
 const DIVIDE: f64 = 6.0 * U;
 
-/// Returns the error of `n` roundings of a term on its way into a sum.
+/// Returns the error of `n` roundings of a term of a sum.
 fn gamma(n: usize) -> f64 {
     let nu = n as f64 * U;
     nu / (1.0 - nu)
@@ -180,7 +180,7 @@ fn grouped_gemm(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
     }
     let bound = |(i, &want): (usize, &f64)| {
         let (choice, feature) = (i / n, i % n);
-        // what belongs to no expert here stays as it is
+        // rows of other experts stay unchanged
         let Some(expert) = of_choice[choice] else { return 0.0 };
         let line = expert * n + feature;
         let x = &before[0][choice / grouped.fan as usize * k..][..k];
@@ -357,8 +357,8 @@ fn decode(sig: &OpSig, before: &[Vec<f64>]) -> Vec<Vec<f64>> {
 }
 
 /// Bounds a quotient of inexact numbers: `(acc_error + |out| sum_error) / (sum - sum_error)`, plus the error
-/// of the division. A sink's weight errs as a key's does, whose score is exact, and what comes to the
-/// maximum of both is rescaled once more.
+/// of the division. A sink's weight has the error of a key with an exact score, and values are rescaled once
+/// more to the common maximum.
 fn prefill(sig: &OpSig, before: &[Vec<f64>], want: &[f64]) -> Vec<f64> {
     let OpSig::AttnPrefill { heads, x, kv, .. } = *sig else { unreachable!("called for attn_prefill") };
     let (heads, dim) = (heads as usize, kv.value_dim() as usize);

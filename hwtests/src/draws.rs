@@ -15,7 +15,7 @@ use mixfleet_hal::sample::{
 const NAN_BITS: u32 = 0x7FC0_0000;
 /// What lowers the logit of a token that must not be drawn.
 const FORBIDDEN_LOSS: f32 = 3e38;
-/// What is listed where there is no token.
+/// Listed where there is no token.
 const NOTHING: [u32; 2] = [NO_TOKEN, f32::NEG_INFINITY.to_bits()];
 
 /// Draws a token of each row, as [`crate::oracle::run`] does all operations.
@@ -57,7 +57,7 @@ pub(crate) fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> 
     Ok(())
 }
 
-/// Returns the words of a row's result and its list of best tokens.
+/// Returns a row's result and its list of best tokens.
 fn row(
     raw: &[f32],
     logits: &[f32],
@@ -176,7 +176,7 @@ pub(crate) fn logits(values: &mut [f64], cols: usize, seed: u64, stream: &mut St
     }
 }
 
-/// Returns the words of `rows` rows of parameters: every filter alone and with others, at its limits too.
+/// Returns `rows` rows of parameters: every filter alone and with others, at its limits too.
 pub(crate) fn parameters(rows: u32, cols: u32, seed: u64, stream: &mut Stream) -> Vec<f64> {
     let temperature = |t: f32| LOG2_E / t;
     let mut words = Vec::new();

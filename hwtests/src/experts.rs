@@ -157,7 +157,7 @@ pub(crate) fn logits(case: &Case, stream: &mut Stream) -> Vec<f64> {
         let wanted = if case.seed.is_multiple_of(4) { 2 } else { token % 4 };
         let mut tries = 0;
         let own = loop {
-            // a kind whose sums of groups are too close whatever is drawn gives way to the first
+            // a kind whose group sums are always too close falls back to the first
             let kind = if tries < TRIES_MAX { wanted } else { 0 };
             tries += 1;
             let one = |stream: &mut Stream| match kind {

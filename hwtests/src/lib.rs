@@ -12,7 +12,7 @@
 //! assert_eq!(report.verdict(), SuiteVerdict::Pass, "{report}");
 //! ```
 //!
-//! What is absent: any backend, any clock in a verdict, any tolerance that was fitted to a device.
+//! Absent by design: any backend, any clock in a verdict, any tolerance fitted to a device.
 
 #![cfg_attr(
     not(test),

@@ -13,7 +13,7 @@ pub enum CheckOutcome {
     Pass,
     /// It was tried and is wrong.
     Fail {
-        /// What was wrong, with the values.
+        /// The fault, with the values.
         reason: String,
     },
     /// The device does not claim support, and need not.
@@ -101,7 +101,7 @@ pub struct CheckCounts {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SuiteVerdict {
-    /// Everything that the device claims, at least one thing, was tried and is right.
+    /// Every claim of the device, at least one, was tested and is right.
     Pass,
     /// Something is wrong.
     Fail,

@@ -10,7 +10,7 @@ fn head_dim(sig: &OpSig, operand: &Operand) -> Option<usize> {
     sig.kv().filter(|_| sig.has_scales(operand)).map(|kv| kv.head_dim as usize)
 }
 
-/// How many of so many elements of an operand are no scales.
+/// Number of elements of an operand that are not scales, among this many.
 pub(crate) fn values_of(sig: &OpSig, operand: &Operand, elements: u64) -> u64 {
     head_dim(sig, operand).map_or(elements, |dim| elements / (dim + SCALE_BYTES) as u64 * dim as u64)
 }

@@ -151,7 +151,7 @@ fn operation(bench: &ConformanceBench<'_>, case: &Case) -> CheckInProgress {
     trial
 }
 
-/// Extracts the first row of an operation over independent rows, as an operation of its own.
+/// Extracts the first row of an operation over independent rows, as a separate operation.
 fn first_row(sig: &OpSig, operands: &[Vec<f64>]) -> Option<(OpSig, Vec<Vec<f64>>)> {
     let alone = match *sig {
         OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } if m > 1 => {

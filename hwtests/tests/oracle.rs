@@ -95,7 +95,7 @@ fn draws_by_hand() {
     assert_eq!(top, [0.0, 0.0, 1.0, bits(-1.0), 2.0, bits(-5.0), nothing, bits(below)]);
     assert_eq!(drawn(&[4.0], Parameters::GREEDY, &[], 1).2, [nothing, bits(below)], "not asked for");
 
-    // what is no number ends the row, and so does the lack of any token
+    // a NaN ends the row, and so does the lack of any token
     let wrong = [1.0, f64::NAN, f64::INFINITY, 0.0];
     assert_eq!(drawn(&wrong, penalised, &[], 1).0, [1.0, bits(f32::NAN), 0.0, 0.0]);
     let none = [f64::NEG_INFINITY; 3];

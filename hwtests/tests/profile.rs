@@ -252,7 +252,7 @@ fn what_would_take_too_long_is_left_out_with_its_time() {
     assert!(point.flags.contains(&Flag::FewSamples) || point.is_ok(), "{point:?}");
     let hurried = ProfileOptions { budget_s: Some(0.001), ..options };
     let document = run(&device, &hurried, &mut |_| {});
-    assert!(document.points.iter().all(PointResult::is_ok), "who names a point gets it");
+    assert!(document.points.iter().all(PointResult::is_ok), "a named point is measured");
     let options = ProfileOptions { only: vec!["small".to_owned()], ..hurried };
     let document = run(&device, &options, &mut |_| {});
     assert!(!document.points.is_empty());

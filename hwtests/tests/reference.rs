@@ -42,7 +42,7 @@ fn both_levels_hold_every_operation_and_dtype() {
             .collect();
         assert_eq!(attention.len(), 15);
         let seeds: BTreeSet<_> = cases.iter().map(|case| case.seed).collect();
-        assert_eq!(seeds.len(), cases.len(), "each case has a seed of its own");
+        assert_eq!(seeds.len(), cases.len(), "each case has a different seed");
     }
 }
 

@@ -55,7 +55,7 @@ fn read(report: Validation) -> ReadReport {
     ReadReport { report, environment: None }
 }
 
-/// The page of a report, as it lies in its folder.
+/// The page of a report, as in its folder.
 fn page(name: &str, report: &Validation) -> String {
     let folder = Folder::new(&format!("report-{name}"));
     let environment = Environment {

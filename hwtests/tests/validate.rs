@@ -21,7 +21,7 @@ const CHILD: &str = "MIXFLEET_VALIDATE_TEST_CHILD";
 const TRAP: OpSig = OpSig::Fill { bytes: 28, word: 0xDEAD_BEEF };
 const TRAPPED: &str = "l1.fill.b28.wdeadbeef";
 
-/// A reference device that does as its selector says when it is asked for [`TRAP`].
+/// A reference device that fails as its selector says when it runs [`TRAP`].
 struct Misbehaving {
     inner: ReferenceDevice,
     how: String,
@@ -36,7 +36,7 @@ impl Device for Misbehaving {
             match self.how.as_str() {
                 "abort" => std::process::abort(),
                 "panic" => panic!("as asked for"),
-                // nobody unparks this thread: no clock is involved
+                // no thread unparks this one: no clock is involved
                 "hang" => loop {
                     std::thread::park();
                 },
@@ -71,7 +71,7 @@ fn child_entry() {
     if std::env::var_os(CHILD).is_none() {
         return;
     }
-    // the harness has begun a line of its own
+    // the harness has begun its own line
     std::io::Write::write_all(&mut std::io::stdout(), b"\n").unwrap();
     let (input, output) = (&mut std::io::stdin().lock(), &mut std::io::stdout().lock());
     child::serve(input, output, &open, &child::nothing_beyond).unwrap();
@@ -107,7 +107,7 @@ fn statuses(outcome: &RunOutcome) -> Vec<(&str, CaseStatus)> {
     outcome.cases.iter().map(|case| (case.id.as_str(), case.status)).collect()
 }
 
-/// The statuses of the four cases of `fill`, of which the second is the trap.
+/// The statuses of the four cases of `fill`; the second is the trap.
 fn trapped(device: &str, patience: Duration) -> (Vec<CaseStatus>, String) {
     let plan = ValidationPlan { patience, ..plan(device, &["l1.fill"]) };
     let (outcome, journal) = run(&plan, &processes());
@@ -144,7 +144,7 @@ fn a_panic_costs_one_case_and_its_words_are_kept() {
 fn a_hang_costs_one_case() {
     let (statuses, reason) = trapped("hang", Duration::from_secs(8));
     assert_eq!(statuses, [Pass, Timeout, Pass, Pass]);
-    assert!(reason.contains("no word for 8 s"), "{reason}");
+    assert!(reason.contains("no output for 8 s"), "{reason}");
 }
 
 #[test]
@@ -227,7 +227,7 @@ fn two_levels() -> (ValidationPlan, RunOutcome) {
     (plan, outcome)
 }
 
-/// Every line of the mandatory list, and what leaves a level out.
+/// Every line of the mandatory list, and its absence at lower levels.
 #[test]
 fn the_reference_device_passes_its_validation() {
     let (plan, outcome) = two_levels();

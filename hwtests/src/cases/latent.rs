@@ -1,5 +1,5 @@
-//! Latent attention: keys that contain their values, and what cuts rows apart, rotates parts of them and
-//! joins them again.
+//! Latent attention: keys that contain their values, and operations that split rows, rotate parts of them and
+//! join them again.
 
 use super::{CaseBuilder, CaseHeads, PrefillMask, TokenSpread, two_dtypes};
 use mixfleet_hal::cast::to_u32;

@@ -24,7 +24,7 @@ impl CaseBuilder {
                         self.even(OpSig::KvGather { tokens, wire: other, kv });
                         self.even(OpSig::KvScatter { tokens, wire: other, kv });
                     }
-                    // KV of a wider dtype that travels as this one
+                    // KV of a wider dtype that is sent as this one
                     if !other.is_scaled() {
                         let (tokens, kv) = (page_tokens + 1, KvShape { dtype: other, ..kv });
                         self.even(OpSig::KvGather { tokens, wire: dtype, kv });

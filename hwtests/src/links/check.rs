@@ -169,10 +169,10 @@ fn bounds(ends: &TransportEnds<'_>) -> std::result::Result<(), String> {
 fn access(ends: &TransportEnds<'_>) -> std::result::Result<(), String> {
     let piece = [Piece { local: 0, remote: 0, bytes: 64 }];
     let mut written = ConnectedRegion::new(ends, RemoteAccess::Write).map_err(text)?;
-    refused(written.read(&piece), ErrorKind::Invalid, "a read of what is for writing")?;
+    refused(written.read(&piece), ErrorKind::Invalid, "a read of a write-only region")?;
     ends.owner.deregister(&written.region).map_err(text)?;
     let mut read = ConnectedRegion::new(ends, RemoteAccess::Read).map_err(text)?;
-    refused(read.write(&piece), ErrorKind::Invalid, "a write to what is for reading")?;
+    refused(read.write(&piece), ErrorKind::Invalid, "a write to a read-only region")?;
     holds(&*read.far, &pattern(BYTES, 2), "the owner's memory")?;
     ends.owner.deregister(&read.region).map_err(text)
 }

@@ -30,7 +30,7 @@ pub(super) fn expected(document: &ProfileDocument) -> Vec<ExpectedError> {
     predictor(&profile).expected_errors().iter().filter(limited).cloned().collect()
 }
 
-/// Returns the profile with predictions for what was left out.
+/// Returns the profile with predictions for the skipped points.
 pub(super) fn completed(document: &ProfileDocument, measured: &DeviceProfile) -> DeviceProfile {
     let known: HashSet<(&str, Option<DType>)> =
         measured.points.iter().map(|point| (point.sig.name(), dtype_of(&point.sig))).collect();

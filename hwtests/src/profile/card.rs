@@ -116,7 +116,7 @@ impl ProfileCard<'_> {
         }
     }
 
-    /// The samples behind a number, from fast to slow, and how much they vary.
+    /// The samples behind a number, from fast to slow, and their spread.
     fn samples(&self, reached: &ReachedRate) -> String {
         let Some(point) = self.document.point(&reached.point) else { return String::new() };
         let Some(seconds) = &point.seconds else { return String::new() };

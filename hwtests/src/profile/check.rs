@@ -30,8 +30,7 @@ pub(crate) fn class(sig: &OpSig) -> String {
 }
 
 impl Checks {
-    /// Checks at most once per class that operations like `sig` are right on `device`. `Err` says what is
-    /// wrong.
+    /// Checks at most once per class that operations like `sig` are right on `device`. `Err` has the fault.
     pub(crate) fn require(
         &mut self,
         device: &dyn Device,
@@ -82,7 +81,7 @@ fn check(device: &dyn Device, sig: &OpSig, class: String, timeout: Duration) -> 
     result
 }
 
-/// Describes what is wrong with a case.
+/// Describes the fault of a case.
 fn in_words(entry: &SuiteEntry, outcome: &CheckOutcome) -> String {
     let name = entry.case.as_ref().map_or_else(|| entry.name.to_owned(), ids::of);
     format!("{name}: {}", outcome.reason())

@@ -40,8 +40,8 @@ impl ComparisonVerdict {
     }
 }
 
-/// Returns the noise of a ratio of two measurements, each with its spread as a share of it. Independent
-/// errors add in squares.
+/// Returns the noise of a ratio of two measurements, each with its relative spread. Independent errors add in
+/// squares.
 pub(crate) fn noise(a: f64, b: f64) -> f64 {
     a.hypot(b).max(LEAST)
 }
@@ -102,7 +102,7 @@ pub struct GroupRatio {
     pub slower: u32,
     /// Number of points that differ, but so do the controls.
     pub drifted: u32,
-    /// Number of points within 5 % of each other, whatever the verdict.
+    /// Number of points within 5 % of each other, at any verdict.
     pub within_5_percent: u32,
     /// Geometric mean of the ratios.
     pub ratio: f64,

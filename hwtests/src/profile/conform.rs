@@ -8,7 +8,7 @@ use serde_json::Value;
 /// What a schema says about a document.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Conformance {
-    /// Fields that are missing or wrong, each with its path and what was expected.
+    /// Missing or wrong fields, each with its path and the expected type.
     pub errors: Vec<String>,
     /// Paths of fields that the schema does not know, which readers ignore.
     pub unknown: Vec<String>,
@@ -144,7 +144,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// What was expected, if a value itself, without its fields or items, is not of the schema's type.
+/// The expected type, if the value itself, without its fields or items, is not of the schema's type.
 fn mismatch(schema: &Value, value: &Value) -> Option<String> {
     let is = |name: &str| match name {
         "object" => value.is_object(),

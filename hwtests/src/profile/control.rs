@@ -54,9 +54,9 @@ impl ProfileBench<'_> {
     }
 }
 
-/// Returns how much the readings around `at_a` of one profile differ from those around `at_b` of another, as
-/// a share. A difference between points measured at these times may be due to the surroundings by as much. 0
-/// without readings.
+/// Returns the relative difference between the control readings around `at_a` of one profile and around
+/// `at_b` of another. A difference between points measured at these times may be due to the surroundings by
+/// as much. 0 without readings.
 pub(crate) fn drift(a: &ProfileDocument, at_a: f64, b: &ProfileDocument, at_b: f64) -> f64 {
     let (of_a, of_b) = (around(&a.controls, at_a), around(&b.controls, at_b));
     let mut most = 0.0f64;

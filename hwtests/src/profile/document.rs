@@ -1,4 +1,4 @@
-//! The document: what was measured, how, on what, and under which conditions.
+//! The profile document: measurements, method, machine and conditions.
 //!
 //! `docs/reference/profile-format.md` explains every field; `docs/schema/profile-1.json` is generated from
 //! here.
@@ -219,7 +219,7 @@ pub struct ClassCheck {
     /// The largest error as a share of its bound.
     #[serde(default)]
     pub ratio_max: Option<f64>,
-    /// What was wrong, if anything.
+    /// The fault, if any.
     #[serde(default)]
     pub reason: Option<String>,
 }

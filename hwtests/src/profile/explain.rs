@@ -17,7 +17,8 @@ pub struct Metric {
     pub typical: &'static str,
 }
 
-/// Returns the metric that `name` begins with: `gemm`, or any point of it such as `gemm.bf16.m1.n4096.k4096`.
+/// Returns the metric named at the beginning of `name`: `gemm`, or any point of it such as
+/// `gemm.bf16.m1.n4096.k4096`.
 pub fn explain(name: &str) -> Option<&'static Metric> {
     let first = name.split('.').next().unwrap_or(name);
     metrics().find(|metric| metric.name == first)
@@ -45,15 +46,15 @@ const MEASURED: &[Metric] = &[
         name: "grouped_gemm",
         meaning: "Time of r rows (choices of all tokens) through the matrices, of n x k, of their experts: `touched` \
                   of e experts have rows, each as many; `fan` rows in turn share a row of x.",
-        method: "As a matrix product. Once with all experts and once with four of them, for an even and a skewed load.",
+        method: "Like a matrix product. Once with all experts and once with four of them, for an even and a skewed load.",
         decides: "The MLP's part of a mixture of experts.",
-        typical: "While few rows meet an expert, the touched weights stream as those of a plain product do.",
+        typical: "While few rows meet an expert, the touched weights stream like those of a plain product.",
     },
     Metric {
         name: "memory_read",
         meaning: "Bytes read per second over a working set that is touched over and over.",
         method: "A matrix product of one row (bf16, else f16, else f32): the plainest read that every backend has and \
-                 cares for, since decoding is made of it. It writes almost nothing. A part whose product of one row \
+                 cares for, since decoding consists of it. It writes almost nothing. A part whose product of one row \
                  is slow reads slower here than its memory could.",
         decides: "The roofline's slope; tokens per second of decoding.",
         typical: "80 to 93 % of the datasheet beyond the caches; several times that inside them.",
@@ -85,7 +86,7 @@ const MEASURED: &[Metric] = &[
         meaning: "Causal attention of t new tokens of one sequence after c tokens of context.",
         method: "As attn_decode; the rate counts visible pairs only.",
         decides: "How time to first token grows beyond proportion with the prompt.",
-        typical: "40 to 75 % of the bf16 product rate on GPUs; a fraction of it on CPUs.",
+        typical: "40 to 75 % of the bf16 product rate on GPUs; less on CPUs.",
     },
     Metric {
         name: "copy_h2d",
@@ -145,7 +146,7 @@ const MEASURED: &[Metric] = &[
         name: "sustained",
         meaning: "Rate at the end of a long run over the rate at its beginning.",
         method: "One load without a pause: 2 s (quick), 15 s, or 120 s (full). The first tenth against the last third.",
-        decides: "Whether short measurements hold for a server that never rests.",
+        decides: "Whether short measurements hold under sustained load.",
         typical: "0.95 to 1 with good cooling; 0.7 to 0.9 on parts limited by power. Energy is given for 10 s and more.",
     },
     Metric {

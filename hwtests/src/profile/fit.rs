@@ -14,7 +14,7 @@ use mixfleet_hal::{DType, OpSig};
 /// Arithmetic intensity in FLOP per byte above which a product counts as arithmetic: about 8 rows of bf16.
 pub(crate) const ARITHMETIC: f64 = 8.0;
 
-/// Fills in what follows from the points.
+/// Computes the values derived from the points.
 pub(crate) fn finish(document: &mut ProfileDocument) {
     document.fits.host_to_device = transfer_lines(document, "copy_h2d.");
     document.fits.device_to_host = transfer_lines(document, "copy_d2h.");
@@ -31,7 +31,7 @@ fn transfer_lines(document: &ProfileDocument, prefix: &str) -> Vec<LineFit> {
     lines(timed(document, prefix).map(|(p, seconds)| (p.bytes, seconds)).collect())
 }
 
-/// Fits a line through each pair of neighbouring sizes; a single size says nothing about the fixed part. One
+/// Fits a line through each pair of neighbouring sizes; a single size does not determine the fixed part. One
 /// line over all sizes would miss most of them, since a copy within the caches is several times faster per
 /// byte.
 fn lines(mut points: Vec<(f64, f64)>) -> Vec<LineFit> {
@@ -129,7 +129,7 @@ impl ProfileDocument {
         Some(if self.expected.is_empty() { measured } else { budget::completed(self, &measured) })
     }
 
-    /// Converts what was measured alone.
+    /// Converts the measurements alone.
     pub(super) fn measured_profile(&self) -> Option<DeviceProfile> {
         let rates = [&self.summary.memory_read, &self.summary.memory_write, &self.summary.memory_copy];
         let bandwidth = rates.into_iter().flatten().map(|reached| reached.rate).reduce(f64::max)?;

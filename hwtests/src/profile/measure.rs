@@ -176,8 +176,8 @@ impl ProfileBench<'_> {
         Ok((samples, timer, to_u32(runs)))
     }
 
-    /// Returns the single-row product that reads `bytes` of weights, in the first supported dtype. It stands
-    /// for a plain read, since decoding consists of it and every backend optimises it.
+    /// Returns the single-row product that reads `bytes` of weights, in the first supported dtype. It
+    /// represents a plain read, since decoding consists of it and every backend optimises it.
     fn read_sig(&self, bytes: u64) -> Option<OpSig> {
         let k: u32 = if bytes >= 4 << 20 { 4096 } else { 1024 };
         [DType::Bf16, DType::F16, DType::F32].into_iter().find_map(|dtype| {

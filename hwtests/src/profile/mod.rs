@@ -12,7 +12,7 @@
 //! assert!(points[0].is_ok() && points[0].seconds.as_ref().unwrap().median > 0.0);
 //! ```
 //!
-//! What is absent: any number without a right result, any wall-clock date (the caller gives it), any
+//! Absent by design: any number without a correct result, any wall-clock date (the caller gives it), any
 //! claim of a vendor.
 
 mod budget;

@@ -84,7 +84,7 @@ fn warnings(body: &mut Html, document: &ProfileDocument) {
     body.note(
         tone,
         &format!(
-            "{ok} points measured, {flagged} of them flagged; {} unsupported, {} skipped, {} wrong or failed.",
+            "{ok} points measured, {flagged} flagged; {} unsupported, {} skipped, {} wrong or failed.",
             s.unsupported, s.skipped, s.error
         ),
     );
@@ -207,7 +207,7 @@ fn curves(body: &mut Html, document: &ProfileDocument) {
         tokens,
         flops,
         &prefill,
-        "Prefill attention by new tokens, after so many tokens of context.",
+        "Prefill attention by new tokens, at several context lengths.",
     );
     let links = gather(document, |p, work, seconds| {
         let name = match work {
@@ -257,7 +257,7 @@ fn facts(body: &mut Html, document: &ProfileDocument) {
 }
 
 fn checks(body: &mut Html, document: &ProfileDocument) {
-    body.heading(2, "Conformance of what was timed");
+    body.heading(2, "Conformance of the timed operations");
     let rows: Vec<Vec<TableCell>> = document
         .checks
         .iter()

@@ -62,9 +62,9 @@ const NARROW: HeadConfiguration = HeadConfiguration { ratio: 8, kv: 4, dim: 64, 
 /// Heads over the latents of DeepSeek-V3, as one of eight devices has them.
 const LATENT: HeadConfiguration = HeadConfiguration { ratio: 16, kv: 1, dim: 576, rank: Some(512) };
 
-/// Returns what `level` measures on a device with pages of `page_tokens`, without duplicates; with `only`,
-/// just what one of its patterns selects. A pattern that is itself the name of a work item adds it, and
-/// `model` has the operations of a model of which to measure each.
+/// Returns the measurements of `level` on a device with pages of `page_tokens`, without duplicates; with
+/// `only`, just those that one of its patterns selects. A pattern that is itself the name of a work item adds
+/// it, and `model` has the operations of a model to measure.
 pub fn plan(level: ProfileLevel, page_tokens: u32, model: &[OpSig], only: &[String]) -> Vec<WorkItem> {
     let mut p = ProfilePlan { level, page_tokens: page_tokens.max(1), works: Vec::new() };
     p.launches();
@@ -275,9 +275,9 @@ impl ProfilePlan {
         }
     }
 
-    /// Adds the operations of a layer of small experts, of which there are fewer than in a model, so that
-    /// they fit: what costs time is how many of them have rows, and how many rows. Once with every touched
-    /// expert at an even load, and once with the rows of four experts.
+    /// Adds the operations of a layer of small experts, fewer than in a model, so that they fit: time depends
+    /// on how many of them have rows, and how many rows. Once with every touched expert at an even load, and
+    /// once with the rows of four experts.
     fn experts(&mut self) {
         let (x, experts, active, inner, hidden) = (DType::Bf16, 32, 8, 768, 2048);
         let tokens =

@@ -36,10 +36,9 @@ pub struct ProfileOptions {
     pub memory_bytes_max: Option<u64>,
     /// Time budget in seconds; `None` means that of the level.
     pub budget_s: Option<f64>,
-    /// Number of products and attention steps to measure, those that tell most about the others; `None` means
-    /// all.
+    /// Number of products and attention steps to measure, the most informative ones; `None` means all.
     pub points_max: Option<usize>,
-    /// Set to stop after the current point; what was measured is kept.
+    /// Set to stop after the current point; completed measurements are kept.
     pub cancelled: Arc<AtomicBool>,
     /// The clock of the host.
     pub clock: Arc<dyn TimeSource>,
@@ -332,7 +331,7 @@ impl<'a> Runner<'a> {
         let (fits, controls) = (Fits::default(), Vec::new());
         let mut runner = Runner { bench, options, deadlines: Vec::new(), known, fits, start, controls };
         runner.launches()?;
-        // the groups share what is left of the budget after the preparations
+        // the groups share the budget that remains after the preparations
         let now = options.clock.seconds();
         runner.deadlines = deadlines(works, now, options.budget_s() - (now - start), options.long_s());
         Ok(runner)
@@ -509,7 +508,7 @@ impl<'a> Runner<'a> {
         Ok(point)
     }
 
-    /// Predicts the seconds of one run from what is known so far.
+    /// Predicts the seconds of one run from the measurements so far.
     fn foretell(&self, work: &WorkItem) -> f64 {
         let bytes = match work {
             WorkItem::Op(sig) => {

@@ -14,7 +14,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// A group of points; its names are the words of `--only`.
+/// A group of points; its names are the arguments of `--only`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 #[schemars(rename = "Group")]
@@ -56,7 +56,7 @@ impl PointGroup {
         PointGroup::Sustained,
     ];
 
-    /// Returns the word of `--only`.
+    /// Returns the argument of `--only`.
     pub const fn name(self) -> &'static str {
         match self {
             PointGroup::Launch => "launch",
@@ -73,7 +73,7 @@ impl PointGroup {
     }
 }
 
-/// What is launched to measure launch costs.
+/// The commands that measure launch costs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LaunchCase {
     /// A batch of no commands.
@@ -213,7 +213,7 @@ fn parse_size(text: &str) -> Option<u64> {
     (bytes > 0 && bytes >> shift == text[..digits].parse::<u64>().ok()?).then_some(bytes)
 }
 
-/// Returns `.kv4.d64` and the like if they differ from the defaults.
+/// Returns `.kv4.d64` and similar suffixes if they differ from the defaults.
 fn heads_suffix(kv_heads: u32, head_dim: u32) -> String {
     let kv = if kv_heads == KV_HEADS { String::new() } else { format!(".kv{kv_heads}") };
     let dim = if head_dim == HEAD_DIM { String::new() } else { format!(".d{head_dim}") };

@@ -43,7 +43,7 @@ impl CaseStatus {
         CaseStatus::DeviceLost,
     ];
 
-    /// Returns the word used in reports.
+    /// Returns the name used in reports.
     pub const fn word(self) -> &'static str {
         match self {
             CaseStatus::Pass => "pass",
@@ -58,7 +58,7 @@ impl CaseStatus {
         }
     }
 
-    /// Whether it was tried and is wrong, in whatever way.
+    /// Whether it was tested and is wrong, in any way.
     pub const fn is_wrong(self) -> bool {
         matches!(self, CaseStatus::Fail | CaseStatus::Crash | CaseStatus::Timeout | CaseStatus::DeviceLost)
     }
@@ -95,7 +95,7 @@ pub struct CaseResult {
     /// The waiver, if the status is `waived`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub waived_by: Option<WaivedBy>,
-    /// What was measured or found, by name; names include units.
+    /// Measured values, by name; names include units.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub facts: BTreeMap<String, Value>,
 }

@@ -1,5 +1,5 @@
-//! The drawings of a report: what was measured beside what was claimed, how close results came to their
-//! bounds, and how the device fared under load.
+//! The drawings of a report: measurements beside claims, results beside their bounds, and the device under
+//! load.
 
 use super::case::CaseResult;
 use super::datasheet::DatasheetShares;
@@ -38,7 +38,7 @@ pub(crate) fn claims(body: &mut Html, report: &Validation) {
             });
         }
     }
-    let caption = "Measured as a share of the claim. The line across a bar is what is asked for, the dotted one the claim.";
+    let caption = "Measured as a share of the claim. The line across a bar is the required share, the dotted one the claim.";
     Bars { label: "share of the claim", full: Some(1.0), rows: &rows }.draw(body, caption);
 }
 

@@ -1,4 +1,4 @@
-//! The child process, which runs one group on a device of its own and reports line by line.
+//! The child process, which opens the device, runs one group on it and reports line by line.
 
 use super::case::{CaseResult, CaseStatus, selects};
 use super::protocol::{Assignment, ChildMessage};

@@ -55,7 +55,7 @@ fn result(id: &str, report: CaseReport) -> CaseResult {
     };
     let mut result = CaseResult::new(id, status, reason);
     if let Some(ratio) = report.ratio_max {
-        // JSON has no infinity, which is the ratio of what is no number
+        // JSON has no infinity, which is the ratio of a NaN
         result = result.fact("error_of_bound_max", ratio.min(f64::MAX));
     }
     if let Some(invariant) = report.batch_invariant {

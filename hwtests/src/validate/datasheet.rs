@@ -9,14 +9,14 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// One number of a datasheet and what was measured.
+/// One number of a datasheet and its measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DatasheetRow {
     /// What the number is of: `memory read`, `products in bf16`.
     pub what: String,
     /// The point that came closest to it, or for memory the one of the largest working set.
     pub point: String,
-    /// What was measured, in `unit`.
+    /// The measurement, in `unit`.
     pub measured: f64,
     /// What the datasheet says, in `unit`.
     pub claimed: f64,
@@ -42,7 +42,7 @@ pub struct DatasheetShares {
 pub(crate) fn shares(name: &str, cases: &[CaseResult]) -> Option<DatasheetShares> {
     let part = catalog_part(name)?;
     let rate = |case: &CaseResult, fact: &str| case.facts.get(fact).and_then(Value::as_f64);
-    // the rank, of which the highest counts, and the row
+    // the rank (the highest counts), and the row
     let mut best: Vec<(f64, DatasheetRow)> = Vec::new();
     for case in cases {
         let Some(point) = case.id.strip_prefix("l3.") else { continue };

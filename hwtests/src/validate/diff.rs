@@ -131,7 +131,7 @@ pub struct ChangedCase {
     pub was: Option<CaseStatus>,
     /// The status in the second report; `None` if it is not there.
     pub is: Option<CaseStatus>,
-    /// What the second report says of it, or the first one if only it has a reason.
+    /// The second report's reason, or the first one's if only it has one.
     pub reason: Option<String>,
 }
 
@@ -182,7 +182,7 @@ pub struct ValidationDiff {
     pub waived: Vec<ChangedCase>,
     /// What passed and was not tried now, or could not be.
     pub lost: Vec<ChangedCase>,
-    /// What was wrong and passes now.
+    /// Cases that failed before and pass now.
     pub mended: Vec<ChangedCase>,
     /// What passes now and was not tried before, or could not be.
     pub gained: Vec<ChangedCase>,
@@ -196,7 +196,7 @@ impl ValidationDiff {
     /// The schema that this version writes.
     pub const SCHEMA: &'static str = "mixfleet.validation-diff/1";
 
-    /// Compares two reports, of which `a` is the earlier or the reference.
+    /// Compares two reports; `a` is the earlier one or the reference.
     pub fn new(a: &ReadReport, b: &ReadReport) -> ValidationDiff {
         let by_id = |report: &ReadReport| -> BTreeMap<String, CaseResult> {
             report.report.cases.iter().map(|case| (case.id.clone(), case.clone())).collect()

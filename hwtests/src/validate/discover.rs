@@ -1,4 +1,4 @@
-//! Level 0: what the device reports about itself, and what could not be read.
+//! Level 0: the device's own description, and the properties that could not be read.
 
 use super::case::{CaseResult, CaseStatus};
 use super::protocol::Settings;

@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 
 /// Number of characters of a reason in the headline.
 const REASON_MAX: usize = 240;
-/// Shares from here on are told in powers of ten.
+/// Shares from here on are shown in powers of ten.
 const SHARE_MAX: f64 = 1e6;
 /// The highest level required of a whole report; a soak is optional.
 const LEVEL_MAX: u8 = 3;
@@ -38,7 +38,7 @@ pub enum ValidationVerdict {
 }
 
 impl ValidationVerdict {
-    /// Returns the word used in reports.
+    /// Returns the name used in reports.
     pub const fn word(self) -> &'static str {
         match self {
             ValidationVerdict::Pass => "pass",
@@ -86,7 +86,7 @@ impl From<&DeviceInfo> for DeviceRecord {
     }
 }
 
-/// What was requested.
+/// The requested plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[schemars(rename = "Asked")]
 pub struct ValidationRequest {
@@ -154,7 +154,7 @@ pub struct Validation {
     pub date: String,
     /// The validated device; `None` if it never opened.
     pub device: Option<DeviceRecord>,
-    /// What was requested.
+    /// The requested plan.
     pub asked: ValidationRequest,
     /// The mandatory list and how it was met.
     pub mustpass: Mustpass,
@@ -309,7 +309,7 @@ fn judged(
     for (line, problem) in unmet.filter(|(line, _)| whole(line) || line.cases > 0) {
         remarks.push(format!("mandatory {}: {problem}", line.pattern));
     }
-    // if only a part was requested, only what was found there can be missing
+    // in a partial run, only found cases can be missing
     let could_not = |line: &Met| {
         let missed = line.problem.as_deref().is_some_and(|problem| problem.ends_with("could not run"));
         let let_through = line.waived > 0 && line.passed == 0;
@@ -334,7 +334,7 @@ fn judged(
         ValidationVerdict::Pass
     };
     if verdict == ValidationVerdict::Partial {
-        remarks.push("only a part was asked for: this is no report to publish".to_owned());
+        remarks.push("partial run: not publishable; use --full".to_owned());
     }
     if waived {
         remarks.push("waived is wrong, and let through: it passes nothing".to_owned());

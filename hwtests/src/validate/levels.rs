@@ -1,4 +1,4 @@
-//! What each level is about, and what a pass of it means.
+//! The subject of each level, and the meaning of a pass.
 
 /// Returns what a level is about, in a word.
 pub fn purpose(level: u8) -> &'static str {
@@ -23,7 +23,7 @@ fn told(level: u8) -> (&'static str, &'static str) {
         ),
         2 => (
             "memory",
-            "The memory that was tried keeps addresses, inversions, random words and moved blocks through the \
+            "The memory that was tried keeps addresses, inversions, random patterns and moved blocks through the \
              device's own write, read, fill and copy.",
         ),
         3 => (

@@ -172,7 +172,7 @@ impl<'a> Region<'a> {
         Ok(())
     }
 
-    /// Reads every word and compares it with `word(address)`.
+    /// Reads every 64-bit word and compares it with `word(address)`.
     fn verify(&mut self, word: impl Fn(u64) -> u64) -> Result<(), BenchError> {
         for (address, chunk) in self.chunks() {
             self.verify_chunk(address, &chunk, &word)?;
@@ -243,7 +243,7 @@ impl<'a> Region<'a> {
         } else if let Some(n) = corrected.filter(|n| *n > 0) {
             (CaseStatus::QualityWarning, format!("the device corrected {n} memory errors"))
         } else if covered < asked {
-            let reason = format!("only {covered} of the {asked} bytes that were asked for could be taken");
+            let reason = format!("only {covered} of the {asked} requested bytes could be allocated");
             (CaseStatus::QualityWarning, reason)
         } else {
             (CaseStatus::Pass, String::new())

@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Rate of the pretended part, so slow that few runs make a sample. A batch has no cost of its own, so one
-/// cut short by a fault takes no longer.
+/// Rate of the simulated part, so slow that few runs make a sample. A batch has no fixed cost, so one cut
+/// short by a fault takes no longer.
 const FLOP_PER_S: f64 = 1e7;
 const BYTES_PER_S: f64 = 1e6;
 

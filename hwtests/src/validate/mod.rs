@@ -16,7 +16,7 @@
 //! assert_eq!(report.verdict, ValidationVerdict::Partial, "{:?}", report.remarks);
 //! ```
 //!
-//! What is absent: any backend, any network, any opinion on what a part should cost.
+//! Absent by design: any backend, any network, any opinion on what a part should cost.
 
 pub mod case;
 mod charts;

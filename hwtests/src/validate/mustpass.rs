@@ -1,4 +1,4 @@
-//! The mandatory list: what must have been tried and passed before anything counts as a pass.
+//! The mandatory list: cases that must have been tested and passed before a report counts as a pass.
 
 use super::case::{CaseResult, CaseStatus, matches};
 use super::digest::sha256;
@@ -18,7 +18,7 @@ pub struct MustPassRule {
     pub pattern: String,
     /// Minimum number of cases that match.
     pub cases_min: usize,
-    /// Whether all of them may be unsupported.
+    /// Whether all of its cases may be unsupported.
     pub optional: bool,
 }
 
@@ -70,14 +70,14 @@ impl Met {
     }
 }
 
-/// Returns the problem of a line that lacks only what was waived.
+/// Returns the problem of a line that lacks only waived cases.
 fn waived_only(count: usize) -> String {
     format!("{count} wrong and waived")
 }
 
 /// Checks the results against a list. A line is met if enough cases were found, none of them is wrong, waived
 /// or could not run, and, unless the line is optional, at least one passed: a device that declares or waives
-/// everything meets nothing.
+/// everything meets no line.
 pub fn check(lines: &[MustPassRule], cases: &[CaseResult]) -> Vec<Met> {
     let met = |line: &MustPassRule| {
         let found: Vec<&CaseResult> = cases.iter().filter(|case| matches(&line.pattern, &case.id)).collect();
@@ -134,7 +134,7 @@ mod tests {
             for line in lines.iter().filter(|line| !line.pattern.starts_with("l0")) {
                 let found = ids.iter().filter(|id| matches(&line.pattern, id)).count();
                 assert!(found >= line.cases_min, "{line:?}: {found} at pages of {page}");
-                // a list that asks for much less than there is would not notice omissions
+                // a list that requires far fewer cases than exist would not notice omissions
                 assert!(
                     found <= line.cases_min + line.cases_min / 4 + 1,
                     "{line:?}: {found} at pages of {page}"

@@ -105,8 +105,8 @@ pub fn write(folder: &Path, report: &Validation, environment: &Environment) -> i
     write_whole(&folder.join("SHA256SUMS"), sums.as_bytes()).map_err(|error| named("SHA256SUMS", error))
 }
 
-/// Renders the report for JUnit tools, with a suite per level. What could not run is an error there, since
-/// those tools show skipped cases as harmless.
+/// Renders the report for JUnit tools, with a suite per level. A case that could not run is an error there,
+/// since those tools show skipped cases as harmless.
 fn junit(report: &Validation) -> io::Result<String> {
     let device = report.device.as_ref().map_or("unopened device", |device| &device.id);
     let mut document = Report::new(format!("mixfleet validate {device}"));

@@ -61,13 +61,13 @@ fn verdict(body: &mut Html, report: &Validation) {
         }
         ValidationVerdict::Fail => (Tone::Bad, "FAIL: something is wrong."),
         ValidationVerdict::Incomplete => {
-            (Tone::Warn, "INCOMPLETE: something that was asked for could not run.")
+            (Tone::Warn, "INCOMPLETE: a requested case could not run.")
         }
         ValidationVerdict::Partial if waived => {
-            (Tone::Warn, "PARTIAL: only a part was asked for, and what is wrong in it was waived.")
+            (Tone::Warn, "PARTIAL: only some cases were requested, and failures among them were waived.")
         }
         ValidationVerdict::Partial => {
-            (Tone::Warn, "PARTIAL: nothing is wrong, but only a part was asked for.")
+            (Tone::Warn, "PARTIAL: no failures, but only some cases were requested.")
         }
     };
     match report.first_failure() {
@@ -124,7 +124,7 @@ fn claims(body: &mut Html, report: &Validation) {
             ]);
         }
     }
-    let header = ["point", "status", "measured", "claimed", "of claim", "asked for", "source", "remark"];
+    let header = ["point", "status", "measured", "claimed", "of claim", "required", "source", "remark"];
     body.table(&header, &rows);
     charts::claims(body, report);
 }
@@ -177,7 +177,7 @@ fn passed(body: &mut Html, report: &Validation) {
     }
 }
 
-/// What is to be said of a case that passed.
+/// The remark for a case that passed.
 fn found(case: &CaseResult) -> String {
     let number = |name: &str| case.facts.get(name).and_then(Value::as_f64);
     let of_its_bound = |share| format!("largest error {} of its bound", share_in_words(share));

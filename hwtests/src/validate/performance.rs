@@ -96,7 +96,7 @@ fn result(point: &PointResult) -> CaseResult {
     CaseResult::new(format!("l3.{}", point.id), status, reason)
 }
 
-/// Returns the result of a measured point, of which one run takes `seconds`, does `flops` and moves `bytes`.
+/// Returns the result of a measured point; one run takes `seconds`, does `flops` and moves `bytes`.
 fn measured(point: &str, seconds: f64, flops: f64, bytes: f64) -> CaseResult {
     let result = CaseResult::pass(format!("l3.{point}")).fact("seconds", seconds);
     let with = |result: CaseResult, name: &str, amount: f64| {
@@ -177,7 +177,7 @@ fn apply(case: &mut CaseResult, status: CaseStatus, claim: &Claim) {
             note["share"] = json!(share);
             if share < claim.at_least {
                 failure = Some(format!(
-                    "measured {measured}, claimed {claimed} ({}): {:.1} % of the claim, at least {:.1} % is asked for",
+                    "measured {measured}, claimed {claimed} ({}): {:.1} % of the claim, at least {:.1} % is required",
                     claim.source,
                     share * 100.0,
                     claim.at_least * 100.0

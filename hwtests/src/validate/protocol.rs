@@ -12,9 +12,9 @@ use std::time::Duration;
 pub struct DeviceFact {
     /// Name of the fact in one word: `link`, `numa`, `driver`.
     pub name: String,
-    /// What was read, if anything.
+    /// The value read, if any.
     pub value: Option<String>,
-    /// Why it could not be read, or what is wrong with it.
+    /// Why it could not be read, or its fault.
     pub remark: Option<String>,
 }
 
@@ -45,7 +45,7 @@ pub enum ValidationEffort {
     Full,
 }
 
-/// How much memory the memory level tests.
+/// The amount of memory to test, for the memory level.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryAsked {
@@ -62,7 +62,7 @@ pub struct Settings {
     pub effort: ValidationEffort,
     /// Seed of the memory patterns.
     pub seed: u64,
-    /// How much memory to test.
+    /// Bytes of memory to test.
     pub memory: MemoryAsked,
     /// Seconds without an answer after which a batch counts as hung.
     pub batch_timeout_s: f64,

@@ -148,8 +148,8 @@ pub fn header(plan: &ValidationPlan) -> Record {
 }
 
 /// Runs `plan`, passing every event to `journal` as it comes. `earlier` is the journal of an interrupted run,
-/// whose results are not repeated. A run that is cancelled has what was not run as such in its outcome, and
-/// not in its journal.
+/// whose results are not repeated. After a cancellation, remaining cases are marked as cancelled in the
+/// outcome, and absent from the journal.
 pub fn run(
     plan: &ValidationPlan,
     start: &dyn Start,
@@ -315,7 +315,7 @@ impl<'a> GroupRun<'a> {
                     let seconds = self.plan.patience.as_secs_f64();
                     return ChildEnd::Lost(
                         CaseStatus::Timeout,
-                        format!("no word for {seconds} s; the process was ended"),
+                        format!("no output for {seconds} s; the process was killed"),
                         opened,
                     );
                 }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 /// Opens the device that a selector names, or returns why it cannot.
 pub type Open = dyn Fn(&str) -> Result<Arc<dyn Device>, String>;
 
-/// What is heard from a child.
+/// A message from a child, or its end.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Heard {
     /// A message of the protocol.

@@ -1,4 +1,4 @@
-//! A `part.toml` to start from: what is known of a part, with a word on each line that its vendor fills in.
+//! A `part.toml` to start from: known facts of a part, with a comment on each line that its vendor fills in.
 
 use super::part::Quantity;
 use crate::datasheet::catalog_part;
@@ -14,7 +14,7 @@ pub struct PartSketch<'a> {
     pub name: &'a str,
     /// Its PCI id, `vendor:device` in hexadecimal.
     pub pci: Option<&'a str>,
-    /// A profile of it, if there is one.
+    /// A profile of the part, if there is one.
     pub profile: Option<&'a ProfileDocument>,
 }
 
@@ -28,7 +28,7 @@ struct Sketch {
 }
 
 /// Returns the text of the template, which is a valid part file as it stands: claims are those of the
-/// catalog's datasheet if it knows the part, else what the profile measured; without either they are
+/// catalog's datasheet if it knows the part, else the profile's measurements; without either they are
 /// comments.
 pub fn part_template(sketch: &PartSketch<'_>) -> String {
     let PartSketch { name, pci, profile } = *sketch;
@@ -73,7 +73,7 @@ pub fn part_template(sketch: &PartSketch<'_>) -> String {
     text
 }
 
-/// A TOML string; JSON's escapes are among those of TOML.
+/// A TOML string; JSON's escapes are valid in TOML.
 fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
@@ -118,7 +118,7 @@ fn of_datasheet(part: &Part) -> Vec<Sketch> {
     claims
 }
 
-/// A measured number is no claim yet: it says so, and asks for what a second run keeps.
+/// A measured number is not a claim yet: it is marked so, with a number that a second run would meet.
 fn of_profile(profile: &ProfileDocument) -> Vec<Sketch> {
     let day = profile.measured_at.get(..10).unwrap_or("an unknown day");
     let source = format!("measured by mixfleet profile on {day}: write where you claim it");

@@ -1,4 +1,4 @@
-//! Several devices of one machine at once: all work beside each other, except while one of them is measured.
+//! Runs several devices of one machine concurrently, except while one of them is measured.
 
 use super::protocol::Assignment;
 use super::start::{ChildProcess, Heard, Start};
@@ -9,12 +9,12 @@ use std::time::Duration;
 /// Time between two looks whether the run is to end.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// Who works now.
+/// The devices at work.
 #[derive(Default)]
 struct ActiveTurns {
     beside: u32,
     alone: bool,
-    /// Those who wait to be alone, who go first: else they would wait for as long as others begin.
+    /// Devices that wait to run alone; they have precedence, or new starts could delay them for ever.
     waiting: u32,
 }
 
@@ -24,8 +24,8 @@ struct TurnState {
     changed: Condvar,
 }
 
-/// Starts the children of one device of several. Children of levels that measure rates (3 to 5) run while
-/// those of no other device do.
+/// Starts the children of one of several devices. Children of levels that measure rates (3 to 5) run while no
+/// other device's children do.
 pub struct MeasuringTurns {
     inner: Box<dyn Start + Send>,
     shared: Arc<TurnState>,
@@ -108,7 +108,7 @@ mod tests {
     use super::*;
     use std::sync::atomic::AtomicU32;
 
-    /// Counts who is at work, and whether anyone measured beside others.
+    /// Counts the devices at work, and whether one measured beside others.
     #[derive(Clone, Default)]
     struct Watched {
         beside: Arc<AtomicU32>,

@@ -1,4 +1,4 @@
-//! Published schemas are those of the program.
+//! Published schemas match the program's types.
 
 use serde_json::Value;
 use std::path::Path;

@@ -102,7 +102,7 @@ impl Machine {
             .output()
             .unwrap();
         let said = text(&packed);
-        assert!(packed.status.success() && said.contains(" MB, of which the binary"), "{said}");
+        assert!(packed.status.success() && said.contains(" MB, including the binary"), "{said}");
         let kept: Vec<_> = std::fs::read_dir(self.home.join("packed/fixtures")).unwrap().collect();
         assert_eq!(kept.len(), 1, "only what is served");
     }

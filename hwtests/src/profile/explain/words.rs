@@ -1,4 +1,4 @@
-//! Explanations of small operations, groups, flags, and other words that cards and comparisons print.
+//! Explanations of small operations, groups, flags, and other terms that cards and comparisons print.
 
 use super::Metric;
 
@@ -47,7 +47,7 @@ pub(super) const OPERATIONS: &[Metric] = &[
     ),
     word(
         "rope",
-        "Time to rotate the queries or keys of t tokens: so many heads of length d.",
+        "Time to rotate the queries or keys of t tokens: h heads of length d.",
         PLACE,
         SMALL,
         "Microseconds for a decode step; CPUs are bound by sine and cosine where they compute them anew.",
@@ -90,7 +90,7 @@ pub(super) const OPERATIONS: &[Metric] = &[
 ];
 
 const ONLY: &str =
-    "A part of the profile and a word of --only; `mixfleet explain POINT` tells of one of its points.";
+    "A part of the profile and an argument of --only; `mixfleet explain POINT` explains one of its points.";
 
 pub(super) const PARTS: &[Metric] = &[
     Metric {
