@@ -34,7 +34,7 @@ impl LocatedDevices {
         LocatedDevices { topology, instances }
     }
 
-    /// Locates a device that is lent to other processes.
+    /// Locates a device lent to other processes.
     #[cfg(feature = "fleet")]
     pub(crate) fn of_device(device: &dyn Device) -> Self {
         let topology = Topology::read(&Tree::at("/"));
@@ -102,8 +102,8 @@ impl LocatedDevices {
     }
 }
 
-/// A device by its place on this machine. A device that another process lends may be in another machine,
-/// whose addresses mean nothing here.
+/// A device by its place on this machine. A device lent by another process may be in another machine, whose
+/// addresses mean nothing here.
 fn located(topology: &Topology, info: &DeviceInfo) -> ServedDevice {
     let is_lent = info.id.starts_with(remote::PREFIX);
     let address = if is_lent { None } else { topology.address_of(info) };

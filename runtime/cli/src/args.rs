@@ -22,7 +22,7 @@ pub(crate) struct DevicesArgs {
     /// Time between readings, in seconds
     #[arg(long, value_name = "S", default_value = "1", requires = "watch", value_parser = seconds)]
     pub(crate) every: f64,
-    /// End after so many readings
+    /// Stop after this many readings
     #[arg(long, value_name = "N", requires = "watch", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) count: Option<u64>,
     /// Watch this device alone, repeatable
@@ -35,7 +35,7 @@ pub(crate) struct TopoArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
-    /// Record what was read of /sys and /proc in a file for --from
+    /// Record the files read from /sys and /proc, for --from
     #[arg(long, value_name = "FILE")]
     pub(crate) record: Option<PathBuf>,
     /// Read a recording, or a directory with a copy of /sys and /proc, instead of this machine
@@ -45,7 +45,7 @@ pub(crate) struct TopoArgs {
 
 #[derive(Clone, Debug, PartialEq, Args)]
 pub(crate) struct ModelArgs {
-    /// Checkpoint directory, or random:NAME [default: small and random]
+    /// Checkpoint directory, GGUF file, Hub name or random:NAME [default: small and random]
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
     /// Draw weights at random for a --model DIR that has none; its answers mean nothing
@@ -57,7 +57,7 @@ pub(crate) struct ModelArgs {
     /// Dtype of KV: f32, bf16, f16, fp8, int8 [default: as activations]
     #[arg(long, value_name = "DTYPE")]
     pub(crate) kv_dtype: Option<DType>,
-    /// Memory for KV on each device [default: what is free]
+    /// Memory for KV on each device [default: the free memory]
     #[arg(long, value_name = "GIB", value_parser = gib)]
     pub(crate) kv_memory: Option<f64>,
     /// Maximum prompt tokens per step [default: by device]
@@ -147,7 +147,7 @@ pub(crate) struct ServeArgs {
     pub(crate) model: ModelArgs,
     #[command(flatten)]
     pub(crate) instances: InstanceArgs,
-    /// Let engines of others read and write KV, which reach this server at URL
+    /// Let external engines read and write KV; they reach this server at URL
     #[arg(long, value_name = "URL", requires = "kv_dram", value_parser = address, hide = true)]
     pub(crate) kv_exchange: Option<String>,
     /// vLLM or llama.cpp for devices: docs/how-to/external-engines.md
@@ -168,7 +168,7 @@ pub(crate) struct ServeArgs {
     pub(crate) dry_run: bool,
 }
 
-/// Options that mean nothing for engines of others.
+/// Options that do not apply to external engines.
 const OF_DEVICES: [&str; 17] = [
     "model",
     "activations",
@@ -268,13 +268,13 @@ pub(crate) struct FrontArgs {
     /// Load above which a side gets a device [default: 0.9]
     #[arg(long, hide = true, value_name = "LOAD", value_parser = above_zero)]
     pub(crate) rebalance_high: Option<f64>,
-    /// Load below which prefill may lend a device to decode [default: 0.7]
+    /// Load below which a prefill device may change to decode [default: 0.7]
     #[arg(long, hide = true, value_name = "LOAD", value_parser = above_zero)]
     pub(crate) rebalance_low: Option<f64>,
     /// Time over which loads are averaged [default: 30]
     #[arg(long, hide = true, value_name = "SECONDS", value_parser = above_zero)]
     pub(crate) rebalance_hold_s: Option<f64>,
-    /// Copy hot prefixes between devices ahead of demand, with at most so many GB/s
+    /// Copy hot prefixes between devices ahead of demand, at up to this many GB/s
     #[arg(long, value_name = "GB", value_parser = above_zero, hide = true)]
     pub(crate) replicate_gb_per_s: Option<f64>,
     /// Never pull prefixes from other devices
@@ -328,7 +328,7 @@ pub(crate) struct GenerateArgs {
     /// Device that generates the tokens
     #[arg(long, value_name = "DEV", requires = "prefill")]
     pub(crate) decode: Option<String>,
-    /// Complete the prompt so many times at once, each with KV of its own and the next seed
+    /// Complete the prompt N times in one batch, each with its own KV and the next seed
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=BATCH_MAX))]
     pub(crate) batch: u32,
     /// Make one run for each line of a file, a JSON array of these arguments
@@ -341,7 +341,7 @@ pub(crate) struct GenerateArgs {
 }
 
 impl GenerateArgs {
-    /// Those of a model on devices, without a prompt.
+    /// Options of a model on devices, without a prompt.
     pub(crate) fn of_devices(model: ModelArgs, remote: RemoteArgs, device: Vec<DeviceRole>) -> Self {
         GenerateArgs {
             model,

@@ -15,13 +15,13 @@ use mixfleet_scheduler::cost::ExpertsBy;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-/// Backends of others that this process has loaded, and the files that they are in.
+/// Third-party backends loaded by this process, and their files.
 static LOADED: OnceLock<Vec<(PluginBackend, PathBuf)>> = OnceLock::new();
 
 /// The end of the names of shared libraries.
 const LIBRARY: &str = std::env::consts::DLL_EXTENSION;
 
-/// Loads backends of others from libraries and folders of libraries, once.
+/// Loads third-party backends from libraries and folders of libraries, once.
 ///
 /// # Errors
 /// When one cannot be loaded, or has the name of another one.
@@ -63,7 +63,7 @@ pub(crate) fn load(paths: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// The files of backends of others that this process has loaded.
+/// The files of third-party backends that this process has loaded.
 pub(crate) fn loaded() -> impl Iterator<Item = &'static Path> {
     LOADED.get().into_iter().flatten().map(|(_, file)| file.as_path())
 }
@@ -71,11 +71,11 @@ pub(crate) fn loaded() -> impl Iterator<Item = &'static Path> {
 /// Logs whose code runs in this process.
 pub(crate) fn say_loaded() {
     for file in loaded() {
-        tracing::info!(library = %file.display(), "code of others runs in this process, trusted as its own");
+        tracing::info!(library = %file.display(), "third-party code runs in this process with its full rights");
     }
 }
 
-/// Every backend of this build, and those that it has loaded.
+/// Every backend of this build, and the loaded plug-ins.
 pub(crate) fn all() -> Vec<Box<dyn Backend>> {
     let mut all: Vec<Box<dyn Backend>> = vec![
         Box::new(mixfleet_cpu::CpuBackend),
@@ -165,9 +165,9 @@ pub(crate) fn members(selector: &str) -> Result<Vec<String>> {
     Ok(stages(selector)?.concat())
 }
 
-/// The selectors of an instance's devices by the stages of its layers, of which most instances have one: its
-/// only device, or those of `tp:A,B`, `ep:A,B`, `attn:A,B` or `pp:A,(tp:B,C)`. Simulated parts that share a
-/// model are opened as one device.
+/// The selectors of an instance's devices by the stages of its layers. Most instances have one stage: a
+/// single device, or those of `tp:A,B`, `ep:A,B`, `attn:A,B`; `pp:A,(tp:B,C)` has several. Simulated parts
+/// that share a model are opened as one device.
 ///
 /// # Errors
 /// When fewer than two devices are to be one instance, or one is named twice.
@@ -260,8 +260,8 @@ pub(crate) fn expand(wanted: &DeviceRole) -> Vec<DeviceRole> {
     default_selectors().into_iter().map(|device| DeviceRole { device, role: wanted.role }).collect()
 }
 
-/// Backends by preference: if several show the same part, the first of them serves it. A backend made for the
-/// part comes before a portable one.
+/// Backends by preference: if several expose the same part, the first of them serves it. A backend made for
+/// the part comes before a portable one.
 const PREFERRED: [&str; 4] = ["cpu", "cuda", "wgpu", "opencl"];
 
 /// The devices that serve when none is named: every part once, even if a CPU is shown by another backend or a

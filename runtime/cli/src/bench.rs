@@ -41,10 +41,10 @@ pub(crate) struct BenchArgs {
     /// A server with OpenAI's interface, http://HOST:PORT; alone, or with --model or --device in turns
     #[arg(long, value_name = "URL")]
     against: Option<EngineAddress>,
-    /// What the server calls the model [default: the first that it lists]
+    /// Model name on the server [default: the first that it lists]
     #[arg(long, value_name = "NAME", requires = "against")]
     served_model: Option<String>,
-    /// File with the key that the server wants
+    /// File with the server's API key
     #[arg(long, value_name = "FILE", requires = "against")]
     key_file: Option<PathBuf>,
     /// Lengths of prompts
@@ -56,7 +56,7 @@ pub(crate) struct BenchArgs {
     /// Repetitions of each test
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: u32,
-    /// Load by so many clients, each of which asks again when it is answered
+    /// Closed loop: N concurrent clients
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     clients: Option<u32>,
     /// Requests of all clients together
@@ -67,10 +67,10 @@ pub(crate) struct BenchArgs {
     trace: Option<PathBuf>,
     #[command(flatten)]
     replay: ReplayArgs,
-    /// Objective for the time to the first token of an answer, in seconds, of what counts as goodput
+    /// Goodput objective: seconds to the first token of an answer
     #[arg(long, value_name = "SECONDS", value_parser = positive)]
     ttft_slo: Option<f64>,
-    /// Objective for an answer's mean time between tokens
+    /// Goodput objective: mean seconds between tokens
     #[arg(long, value_name = "SECONDS", value_parser = positive)]
     tbt_slo: Option<f64>,
     /// Print JSON
@@ -85,7 +85,7 @@ fn tokens() -> clap::builder::RangedI64ValueParser<u32> {
     clap::value_parser!(u32).range(1..=1 << 20)
 }
 
-/// A test of one target: prompts (`pp512`) or answers (`tg128`) of so many tokens.
+/// A test of one target: prompts (`pp512`) or answers (`tg128`) of this many tokens.
 struct Tested {
     target: String,
     test: String,
@@ -105,7 +105,7 @@ impl Tested {
     }
 }
 
-/// What was measured.
+/// Results.
 #[derive(Default)]
 struct BenchOutcome {
     tested: Vec<Tested>,
@@ -138,7 +138,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     Ok(())
 }
 
-/// The model on devices of this process, and the server: whichever is asked for.
+/// The model on devices of this process, and the server: the requested ones.
 async fn targets(args: &BenchArgs) -> Result<Vec<Arc<BenchTarget>>> {
     let mut targets = Vec::new();
     if args.against.is_none() || args.model.model.is_some() || !args.device.is_empty() {
@@ -286,7 +286,7 @@ impl BenchOutcome {
     }
 }
 
-/// A mistake in what is to be measured.
+/// A mistake in the arguments.
 fn wrong(why: impl Into<String>) -> anyhow::Error {
     UsageError(why.into()).into()
 }

@@ -2,10 +2,10 @@
 
 use std::sync::LazyLock;
 
-/// The commit, with `-dirty` at its end if there was more than it, where the build was told.
+/// The commit, with `-dirty` appended if the tree had uncommitted changes, if the build had it.
 pub(crate) const COMMIT: Option<&str> = option_env!("MIXFLEET_COMMIT");
 
-/// Features that are built in, beside those that always are.
+/// Enabled features, beyond the default ones.
 pub(crate) fn features() -> Vec<&'static str> {
     let all = [
         ("fleet", cfg!(feature = "fleet")),
@@ -18,7 +18,7 @@ pub(crate) fn features() -> Vec<&'static str> {
     all.into_iter().filter(|(_, is_built)| *is_built).map(|(name, _)| name).collect()
 }
 
-/// What was built for, and with which checks.
+/// Target and checks of the build.
 pub(crate) fn build() -> String {
     let checks = if cfg!(debug_assertions) { ", with debug assertions" } else { "" };
     format!("{} {}{checks}", std::env::consts::ARCH, std::env::consts::OS)
@@ -27,7 +27,7 @@ pub(crate) fn build() -> String {
 /// Version, commit, features and kind of build, for `--version`.
 pub(crate) fn version() -> &'static str {
     static TEXT: LazyLock<String> = LazyLock::new(|| {
-        let commit = COMMIT.unwrap_or("not told to the build");
+        let commit = COMMIT.unwrap_or("unknown");
         let features = features();
         let features = if features.is_empty() { "the default ones".to_owned() } else { features.join(", ") };
         format!("{}\ncommit: {commit}\nfeatures: {features}\nbuild: {}", env!("CARGO_PKG_VERSION"), build())

@@ -1,5 +1,4 @@
-//! A cache between runs of things that can be recomputed: one file each, named by the hash of the key that it
-//! is valid for.
+//! A persistent cache of values that can be recomputed: one file each, named by the hash of its key.
 
 use anyhow::{Context, Result};
 use serde::Serialize;

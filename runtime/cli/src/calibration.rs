@@ -99,7 +99,7 @@ pub(crate) fn kept_of(fingerprint: &str) -> Vec<OwnCalibration> {
     cache::files("calibration").iter().filter_map(|file| of_device(cache::read(file)?)).collect()
 }
 
-/// The speeds of devices that divide a model, cached or measured now; those of equal devices are equal.
+/// The speeds of devices that share a model, cached or measured now; equal devices have equal speeds.
 pub(crate) fn speeds(
     devices: &[Arc<dyn Device>],
     config: &ModelConfig,

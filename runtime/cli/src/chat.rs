@@ -14,7 +14,7 @@ use mixfleet_runtime::model::ChatMessage;
 use mixfleet_runtime::request::{GenerateRequest, Sampling};
 use std::io::{BufRead, IsTerminal, Write};
 
-/// What is said about the conversation itself.
+/// Messages about the conversation itself.
 const HELP: &str = "/new begins another conversation, /quit or the end of input (Ctrl-D) ends";
 
 #[derive(Debug, Args)]
@@ -26,13 +26,13 @@ pub(crate) struct ChatArgs {
     /// A device, or DEV=prefill, DEV=decode; repeatable [default: auto]
     #[arg(long, value_name = "DEV[=ROLE]")]
     device: Vec<DeviceRole>,
-    /// What the model is told before the conversation
+    /// System prompt of the conversation
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     /// Maximum tokens of an answer
     #[arg(long, value_name = "N", default_value_t = 1024)]
     max_tokens: u32,
-    /// Sampling temperature; 0 is greedy [default: as the model asks, else 1]
+    /// Sampling temperature; 0 is greedy [default: the model's, else 1]
     #[arg(long, value_parser = crate::args::temperature)]
     temperature: Option<f32>,
     /// Seed of the sampling
@@ -85,7 +85,7 @@ async fn talk(args: &ChatArgs, ready: &ReadyModel) -> Result<()> {
         turn += 1;
         match answer(args, ready, &messages, turn).await {
             Ok(text) => messages.push(ChatMessage::new("assistant", text)),
-            // the next words may be better ones
+            // the next tokens may form valid text
             Err(error) if is_terminal => {
                 messages.pop();
                 eprintln!("mixfleet: {error:#}");

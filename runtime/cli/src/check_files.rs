@@ -68,7 +68,7 @@ pub(crate) fn report_of(path: &Path, as_json: bool) -> Result<(String, bool)> {
     }
 }
 
-/// The child's side; `report` prints what is supported of a checkpoint, as JSON or not.
+/// The child's side; `report` prints the checkpoint's support, as JSON or not.
 pub(crate) fn run(args: &CheckFilesArgs, report: &dyn Fn(&Path, bool) -> Result<()>) -> Result<()> {
     limit()?;
     if args.report {
@@ -82,7 +82,7 @@ pub(crate) fn run(args: &CheckFilesArgs, report: &dyn Fn(&Path, bool) -> Result<
     begin(path, "tokenizer.json");
     let tokenizer = Tokenizer::open(path).map(drop);
     try_template(path);
-    // Whoever loads these files reports what is wrong with them, in its own words.
+    // The later load of these files reports the fault in its own terms.
     let _ = (config, defaults, tokenizer);
     Ok(())
 }
@@ -127,7 +127,7 @@ fn limit() -> Result<()> {
     let to = |value| Rlimit { current: Some(value), maximum: Some(value) };
     setrlimit(Resource::Data, to(MEMORY_BYTES_MAX)).context("cannot limit memory")?;
     setrlimit(Resource::Cpu, to(CPU_S_MAX)).context("cannot limit time")?;
-    // What is wrong with a file is no reason for a core dump.
+    // A faulty file is no reason for a core dump.
     setrlimit(Resource::Core, to(0)).context("cannot limit core dumps")
 }
 

@@ -19,7 +19,7 @@ use std::path::PathBuf;
 #[derive(Debug, Parser)]
 #[command(version, long_version = crate::built::version(), max_term_width = 100, after_help = guides())]
 pub(crate) struct Cli {
-    /// Load a backend of others, a shared library, or all of a folder; repeatable. It runs in this process
+    /// Load a third-party backend library, or every one in a folder; repeatable. It runs in this process
     #[arg(
         long,
         value_name = "FILE",
@@ -49,7 +49,7 @@ fn guide(page: &str) -> String {
     }
 }
 
-/// Adds to an error of clap what would be right, where it cannot know.
+/// Adds the correct usage to an error of clap, where clap cannot know it.
 pub(crate) fn with_hint(mut error: clap::Error) -> clap::Error {
     let is_backend =
         |value: &ContextValue| matches!(value, ContextValue::String(word) if word == "--backend");
@@ -65,7 +65,7 @@ pub(crate) fn with_hint(mut error: clap::Error) -> clap::Error {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum CliCommand {
-    /// List the devices of this machine, and why others were not found
+    /// List the devices of this machine, and why others are unavailable
     #[command(after_help = guide("how-to/what-runs-here.md"))]
     Devices(DevicesArgs),
     /// Show sockets, memory, PCI links, and the distance from each GPU to each NIC
@@ -74,13 +74,13 @@ pub(crate) enum CliCommand {
     /// Measure a device: matrix products, attention, memory, copies, launches, long runs
     #[command(after_help = guide("how-to/measure-a-device.md"))]
     Profile(ProfileArgs),
-    /// Explain a measured number: meaning, method and what depends on it
+    /// Explain a measured number: its meaning, method and use
     #[command(after_help = guide("how-to/measure-a-device.md"))]
     Explain(ExplainArgs),
     /// Test a device for conformance, memory, vendor claims and soak, and write a report
     #[command(after_help = guide("how-to/validate-your-part.md"))]
     Validate(ValidateArgs),
-    /// Compare parts: what a dollar buys, what each is cheapest at, and break-even prices
+    /// Compare parts: performance per dollar, best use of each, break-even prices
     #[command(after_help = guide("reference/compare.md"))]
     Compare(CompareArgs),
     /// List the parts of the catalog
@@ -130,14 +130,14 @@ pub(crate) enum CliCommand {
     /// Use each file of a checkpoint once, under limits: other commands run it before they load a checkpoint
     #[command(hide = true)]
     CheckFiles(crate::check_files::CheckFilesArgs),
-    /// Print what completes commands and options in a shell
+    /// Generate shell completions
     Completions(crate::shells::CompletionsArgs),
     /// Write manual pages
     Man(crate::shells::ManArgs),
 }
 
 impl CliCommand {
-    /// Whether it runs until it is told to end, whoever reads its output.
+    /// Whether it runs until it is stopped, even if its output is not read.
     pub(crate) fn serves(&self) -> bool {
         match self {
             CliCommand::Serve(_) => true,
@@ -206,7 +206,7 @@ mod tests {
         let compare = |price| error(&["compare", "--model", "m", "--usd-per-hour", price]);
         assert!(compare("0.3").contains("expected PART=USD"), "{}", compare("0.3"));
         assert!(compare("L4=1e-300").contains("below 0.000001 $/h"), "{}", compare("L4=1e-300"));
-        // what is no price is told by the command, not as an unknown flag
+        // the command itself reports a bad price, not as an unknown flag
         assert!(Cli::try_parse_from(["mixfleet", "profile", "--usd-per-hour", "-1"]).is_ok());
     }
 }

@@ -71,7 +71,7 @@ impl ConnectionArgs {
     }
 }
 
-/// Serves health checks on a separate thread, which responds whatever the others do.
+/// Serves health checks on a separate thread, which responds even if all others are busy.
 pub(crate) async fn watch(
     flag: &str,
     address: &str,

@@ -40,7 +40,7 @@ pub(crate) fn run(args: &DevicesArgs) -> Result<()> {
     write_table(&mut out, &found, &same, &absent, &here.topology)
 }
 
-/// Devices with where they are, then what was not found and why.
+/// Lists devices with their places, then the unavailable ones with reasons.
 fn write_table(
     out: &mut impl Write,
     found: &[DeviceInfo],

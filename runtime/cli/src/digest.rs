@@ -59,7 +59,7 @@ impl Digest {
     /// The digest that an earlier run cached, or one that is computed now, on all cores. Blocks.
     ///
     /// # Errors
-    /// When a file changes meanwhile.
+    /// If a file changes during the read.
     #[cfg(feature = "fleet")]
     pub(crate) fn now(checkpoint: &Checkpoint) -> Result<Self> {
         let digest = Digest::kept(checkpoint);

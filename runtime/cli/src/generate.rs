@@ -68,7 +68,7 @@ fn runs(file: &Path) -> Result<Vec<GenerateArgs>> {
             .map_err(|error| wrong(format!("expected a JSON array of arguments: {error}")))?;
         let Line { args } = Line::try_parse_from(words).map_err(|error| wrong(error.to_string()))?;
         if args.each.is_some() {
-            return Err(wrong("a run of many has no --each of its own".into()));
+            return Err(wrong("a run within --each cannot have --each".into()));
         }
         Ok(GenerateArgs { json: true, ..args })
     };
@@ -108,7 +108,7 @@ async fn each(runs: Vec<GenerateArgs>) -> Result<()> {
     Ok(())
 }
 
-/// How much was generated, and how fast.
+/// Number of generated tokens, and their rate.
 fn in_words(document: &Value) -> String {
     let tokens = document["ids"].as_array().map_or(0, Vec::len);
     let textless = document["text"].as_str().is_some_and(str::is_empty) && tokens > 0;
@@ -153,7 +153,7 @@ impl ReadyModel {
         ReadyModel::checked(args, |model| prompt_ids(args, model).map(drop))
     }
 
-    /// Loads the model, checks something of it, and opens its devices.
+    /// Loads the model, checks a condition on it, and opens its devices.
     pub(crate) fn checked(
         args: &GenerateArgs,
         check: impl FnOnce(&LoadedModel) -> Result<()>,

@@ -22,7 +22,7 @@ use mixfleet_sim::fleet_file::InstancePool;
 use mixfleet_simulated::{GroupTimes, RealClock, TimeOnlyDevice};
 use std::sync::Arc;
 
-/// The word of a selector before the factor on its clock.
+/// The keyword in a selector before the factor on its clock.
 const DILATION: &str = "dilation:";
 /// Devices of a stage, and stages, that are tried for a model that does not fit.
 const DEVICES: [u32; 4] = [1, 2, 4, 8];
@@ -57,7 +57,7 @@ impl SimGroup {
     /// The group of a selector; `None` if it is another one.
     ///
     /// # Errors
-    /// What is wrong with one of simulated parts.
+    /// The fault of a selector of simulated parts.
     pub(crate) fn of(selector: &str) -> Result<Option<Self>> {
         let Written::Group(group) = Written::read(selector) else { return Ok(None) };
         // a device that computes, or that faults happen to, is opened alone
@@ -89,7 +89,7 @@ impl SimGroup {
             bail!(refused("needs two devices or more, as in attn:sim:A,sim:B".into()));
         };
         if first.2 > 1 || others.iter().any(|other| (other.0.id, other.1.0 * other.2) != (part.id, 1)) {
-            bail!(refused("those that attend are single devices of one part, and none has stages".into()));
+            bail!(refused("attention devices are single devices of one part, without stages".into()));
         }
         Ok(Some(own(first, Some((part, to_u32(others.len()))))))
     }
@@ -101,7 +101,7 @@ impl SimGroup {
     /// Opens the device that stands for all.
     ///
     /// # Errors
-    /// Why the model cannot be divided so, or does not fit; then with parts that hold it.
+    /// Why the model cannot be divided in this way, or does not fit; then with parts that hold it.
     pub(crate) fn open(&self, model: &LoadedModel, given: GivenSizes) -> Result<OpenGroup> {
         let refused = |cause: String| UsageError(format!("{}: {cause}", self.selector));
         let config = &model.checkpoint.config;
@@ -215,7 +215,7 @@ fn alike_members(group: &WrittenGroup) -> Result<Alike, String> {
     let one = all[0];
     let count = to_u32(all.len());
     if count < 2 || all.iter().any(|other| (other.0.id, other.1, other.2) != (one.0.id, one.1, one.2)) {
-        return Err(format!("'{text}' must name two or more that are equal: one part, and as many of it"));
+        return Err(format!("'{text}' must name two or more equal members: the same part, and the same number"));
     }
     match (group.sharing, one) {
         (Sharing::Stages, (part, per_stage, 1, dilation)) => Ok((part, per_stage, count, dilation)),
@@ -223,7 +223,7 @@ fn alike_members(group: &WrittenGroup) -> Result<Alike, String> {
             Ok((part, (count, experts), 1, dilation))
         }
         _ => Err(format!(
-            "'{text}' cannot be divided so: tp: and ep: have single devices, and pp: these or groups of those"
+            "'{text}' is not a valid group: tp: and ep: contain single devices; pp: contains devices or tp: or ep: groups"
         )),
     }
 }
@@ -241,7 +241,7 @@ pub(crate) fn does_not_fit(part: &Part, devices: u32, shape: &ModelShape, weight
         let stage = if per_stage > 1 && stages > 1 { format!("({stage})") } else { stage };
         group("pp", &stage, stages)
     };
-    // one part in ten of what is left is enough to serve something
+    // a tenth of the remaining memory is enough to serve something
     let fits = |(per_stage, stages): &(u32, u32)| {
         shape.check_split(*per_stage).is_ok()
             && *stages <= shape.layers()
@@ -250,12 +250,12 @@ pub(crate) fn does_not_fit(part: &Part, devices: u32, shape: &ModelShape, weight
     let all = DEVICES.into_iter().flat_map(|stages| DEVICES.map(|per_stage| (per_stage, stages)));
     let least = all.filter(fits).min_by_key(|(per_stage, stages)| (per_stage * stages, *stages));
     let would = least.map_or_else(
-        || "64 of them do not hold it either".to_owned(),
+        || "64 devices do not hold it either".to_owned(),
         |(per_stage, stages)| format!("it fits as {}", of(per_stage, stages)),
     );
     let (weights, gb) = (weights.0 / GB, each / GB);
     format!(
-        "the model does not fit: {weights:.1} GB of weights on {devices} x {gb:.0} GB, of which a tenth stays free; {would}"
+        "the model does not fit: {weights:.1} GB of weights on {devices} x {gb:.0} GB, a tenth of it kept free; {would}"
     )
 }
 
@@ -311,7 +311,7 @@ mod tests {
         says("tp:sim:L4", "two or more");
         says("tp:sim:L4,sim:L40S", "equal");
         says("pp:(tp:sim:L4,sim:L4),sim:L4", "equal");
-        says("tp:(pp:sim:L4,sim:L4),(pp:sim:L4,sim:L4)", "cannot be divided so");
+        says("tp:(pp:sim:L4,sim:L4),(pp:sim:L4,sim:L4)", "is not a valid group");
         says("tp:sim:L5,sim:L5", "no 'L5'");
         says("attn:sim:L4", "two devices");
         says("attn:sim:L4,(tp:sim:L4,sim:L4)", "single devices");

@@ -1,4 +1,4 @@
-//! Ctrl-C and the like: the first one asks the work to end, the second one ends the process.
+//! Ctrl-C and similar signals: the first one asks the work to end, the second one ends the process.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,7 +25,7 @@ pub(crate) fn cancel_on_interrupt(cancelled: Arc<AtomicBool>, what: &'static str
     });
 }
 
-/// An interrupt, the end of the terminal, or the wish of whoever started this that it ends.
+/// An interrupt, a hang-up of the terminal, or a request to terminate.
 #[cfg(unix)]
 struct EndSignals([tokio::signal::unix::Signal; 3]);
 

@@ -1,7 +1,7 @@
 //! The log of commands that serve: a bounded queue of lines, and a thread that writes them to standard error.
 //!
-//! Logging never waits and never fails, whatever standard error is: closed, on a full disk, or a pipe that
-//! nobody reads. Lines without room and lines that could not be written are dropped and counted.
+//! Logging never waits and never fails, even if standard error is closed, on a full disk, or an unread pipe.
+//! Lines without room and lines that could not be written are dropped and counted.
 
 use anyhow::{Context, Result};
 use prometheus_client::metrics::counter::Counter;
@@ -28,7 +28,7 @@ const PANIC_LINES: Duration = Duration::from_millis(100);
 /// The queue of this process, once [`open`] has been called.
 static QUEUE: OnceLock<LogQueue> = OnceLock::new();
 
-/// Sends what [`say`] is told and the messages of panics through the queue from now on.
+/// Sends messages of [`say`] and of panics through the queue from now on.
 ///
 /// # Errors
 /// When there is no standard error, or no thread left.
@@ -83,7 +83,7 @@ pub(crate) fn exit(code: i32) -> ! {
 pub(crate) fn say(message: &str) {
     match QUEUE.get() {
         Some(queue) => queue.push(format!("{message}\n").into_bytes()),
-        // there is nobody to tell that it cannot be written
+        // there is no way left to report that it cannot be written
         None => drop(writeln!(io::stderr(), "{message}")),
     }
 }
@@ -203,8 +203,8 @@ impl LogQueue {
         waiting.lines.pop_front().unwrap_or_default()
     }
 
-    /// Notes the end of a line of so many bytes. Returns how many lines were dropped since the log last said
-    /// so, once it can say so.
+    /// Records the end of a line of this many bytes. Returns how many lines were dropped since the last
+    /// report, once it can be reported.
     fn end_line(&self, bytes: usize, is_written: bool) -> Option<u64> {
         let mut waiting = self.lock();
         waiting.is_writing = false;
@@ -270,7 +270,7 @@ mod tests {
     /// Only ends a test that fails.
     const LONG: Duration = Duration::from_secs(60);
 
-    /// An output that passes lines on, waits for leave before each, and fails where it is told so.
+    /// An output that passes lines on, waits for permission before each, and fails on request.
     struct Gate {
         leave: Receiver<io::Result<()>>,
         written: Sender<String>,

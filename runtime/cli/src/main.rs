@@ -86,8 +86,8 @@ fn end_with_the_reader() {
     }));
 }
 
-/// Starts this program again with `XDG_RUNTIME_DIR`, if it is not set: Mesa, in whatever uses Vulkan, writes
-/// to standard error that it is not, also where nothing is to be displayed.
+/// Starts this program again with `XDG_RUNTIME_DIR`, if it is not set: Mesa, under every use of Vulkan,
+/// writes a warning about it to standard error, even if nothing is displayed.
 #[cfg(unix)]
 fn keep_mesa_quiet() {
     use std::os::unix::process::CommandExt;

@@ -28,7 +28,7 @@ pub(crate) struct LoadedModel {
     /// What its weights are drawn from, if they are random: devices that compute nothing need none.
     pub(crate) random: Option<RandomCheckpoint>,
     pub(crate) text: Arc<LoadedText>,
-    /// How it asks to be sampled from.
+    /// The checkpoint's sampling parameters.
     pub(crate) defaults: GenerationDefaults,
     pub(crate) activations: DType,
     pub(crate) kv: DType,

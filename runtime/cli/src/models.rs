@@ -19,7 +19,7 @@ pub(crate) struct ModelsArgs {
     /// Show one model in full
     #[arg(value_name = "NAME")]
     name: Option<String>,
-    /// Say whether a checkpoint directory or GGUF file would be served, and what memory it takes
+    /// Report whether a checkpoint directory or GGUF file can be served, and its memory
     #[arg(long, value_name = "PATH", conflicts_with = "name")]
     check: Option<PathBuf>,
     /// List families of checkpoints by model_type: served, or which operations are missing
@@ -74,7 +74,7 @@ fn list_families(as_json: bool) -> Result<()> {
     Ok(())
 }
 
-/// Prints what is supported of a checkpoint, in the child that looks at it.
+/// Prints the support of a checkpoint, in the child that reads it.
 pub(crate) fn check(path: &Path, as_json: bool) -> Result<()> {
     check::print(path, as_json)
 }
@@ -147,7 +147,7 @@ fn layers(model: &KnownModel) -> String {
     let shape = model.shape(DType::Bf16);
     let windows = model.windows.map_or_else(String::new, |windows| {
         let limited = shape.windows.iter().flatten().count();
-        format!(", {limited} of them see the last {} tokens", windows.tokens)
+        format!(", {limited} with a window of {} tokens", windows.tokens)
     });
     format!("{}{windows}", model.layers)
 }

@@ -10,7 +10,7 @@ pub(crate) enum Sharing {
     Divided,
     /// The same, with whole experts.
     Experts,
-    /// Each has layers of its own.
+    /// Each member has its own layers.
     Stages,
     /// The first has the weights, and the others attend.
     Apart,

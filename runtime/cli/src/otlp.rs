@@ -24,18 +24,18 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for the last spans, when the process ends.
 const LAST: Duration = Duration::from_secs(2);
 
-/// Spans on their way to a collector.
+/// Spans in flight to a collector.
 pub(crate) struct Collector {
     spans: BatchSpanProcessor,
     scope: InstrumentationScope,
-    /// Of 2^64 traces that begin here, so many are recorded.
+    /// Number of recorded traces out of 2^64 that begin here.
     sampled: u64,
 }
 
 /// Has spans sent to the collector that the environment names, if it names one.
 ///
 /// # Errors
-/// What is wrong with the environment's variables.
+/// The fault of the environment variables.
 pub(crate) fn begin(metrics: &Metrics) -> Result<Option<Arc<Collector>>> {
     let collector = Collector::of_environment()?;
     if let Some(collector) = &collector {
@@ -44,7 +44,7 @@ pub(crate) fn begin(metrics: &Metrics) -> Result<Option<Arc<Collector>>> {
     Ok(collector)
 }
 
-/// Sends what is left.
+/// Sends the remaining spans.
 pub(crate) async fn end(collector: Option<Arc<Collector>>) {
     let Some(collector) = collector else { return };
     // its thread needs this runtime to send
@@ -141,7 +141,7 @@ fn value(fact: SpanFact) -> Value {
     }
 }
 
-/// A client that sends from this runtime whoever asks it: the thread that has batches sent is outside of it.
+/// A client that sends from this runtime on behalf of any thread: the batch thread is outside of it.
 #[derive(Debug)]
 struct OnRuntime {
     runtime: tokio::runtime::Handle,

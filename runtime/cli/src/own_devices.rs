@@ -1,4 +1,4 @@
-//! Fleet files that may name devices of this machine, with the calibrations that serving kept of them.
+//! Fleet files that may name devices of this machine, with the calibrations saved by serving.
 
 use crate::{backends, calibration, profiles};
 use mixfleet_hal::catalog::part_of_driver;

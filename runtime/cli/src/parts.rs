@@ -11,7 +11,7 @@ use std::io::Write;
 
 #[derive(Debug, Args)]
 pub(crate) struct PartsArgs {
-    /// Only parts whose name, memory or note has this text, in whatever case
+    /// Only parts whose name, memory or note contains this text, ignoring case
     filter: Option<String>,
     /// Print JSON, with links, power, sources and notes
     #[arg(long)]

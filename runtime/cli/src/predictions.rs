@@ -1,4 +1,4 @@
-//! What the steps of instances are predicted from. The order of sources, of which the first one counts:
+//! Sources of predicted step times. The order of sources, the first available of which counts:
 //!
 //! 1. a simulated group's own times;
 //! 2. a measured profile of the device's fingerprint (`--profile`);
@@ -95,7 +95,7 @@ fn part_of(loaded: &Loaded) -> Option<&'static Part> {
     part_of_driver(&first.info().name)
 }
 
-/// Logs what was predicted from what, in one line.
+/// Logs the source of each prediction, in one line.
 fn say(loaded: &Loaded, cost: &CostModel, source: &CostModelSource) {
     let (device, kv_tokens, chunk) = (loaded.id(), loaded.kv_capacity_tokens(), loaded.step_tokens_max());
     let decode_step_s = cost.decode_step_s(1, 1).0;

@@ -303,7 +303,7 @@ mod tests {
     fn the_rule_reproduces_the_built_in_prices() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/data/gpu-prices.csv");
         if !path.exists() {
-            eprintln!("SKIPPED: ../shared/data/gpu-prices.csv is absent; the rule was not compared with it");
+            eprintln!("SKIPPED: ../shared/data/gpu-prices.csv is absent; rule not compared");
             return;
         }
         let offers = read(&path).unwrap().offers;

@@ -61,7 +61,7 @@ struct MeasureArgs {
     /// Measure everything, in up to half an hour
     #[arg(long)]
     full: bool,
-    /// Measure the N points that tell most (32, say), predict the rest
+    /// Measure the N most informative points (such as 32), predict the rest
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(8..=10_000))]
     budget: Option<u32>,
     /// Groups (launch, memory, links, small, kv, gemm, decode, prefill, attention, sustained) or points (*
@@ -71,7 +71,7 @@ struct MeasureArgs {
     /// Measure this checkpoint's own operations too
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
-    /// Rent of the device, to show what a dollar buys
+    /// Rent of the device, for results per dollar
     #[arg(long, value_name = "USD", allow_negative_numbers = true)]
     usd_per_hour: Option<f64>,
     /// List every point below the card, with its samples' distribution

@@ -14,11 +14,11 @@ use mixfleet_wire::LinkAddress;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// What stands before the address of a process that lends a device, as in `remote:127.0.0.1:7001`,
+/// Prefix of the address of a process that lends a device, as in `remote:127.0.0.1:7001`,
 /// `remote:rdma:10.0.0.2:7001` or `remote:unix:/run/mixfleet/gpu0`.
 pub(crate) const PREFIX: &str = "remote:";
 
-/// How processes that lend each other devices know each other.
+/// How processes that lend each other devices authenticate.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Args)]
 pub(crate) struct RemoteArgs {
     /// Secret shared with processes of this host that lend devices [default: one per user]
@@ -67,11 +67,11 @@ impl RemoteArgs {
         if is_own { flag.hide(true) } else { flag }
     }
 
-    /// Opens the device that the process at `address` lends.
+    /// Opens the device lent by the process at `address`.
     #[cfg(feature = "fleet")]
     pub(crate) fn open(&self, selector: &str, text: &str) -> Result<OpenDevice> {
         let address = address(selector, text)?;
-        let cannot = || format!("cannot use what 'mixfleet member --device DEV --listen {text}' lends");
+        let cannot = || format!("cannot use the device of 'mixfleet member --device DEV --listen {text}'");
         let device = Arc::new(RemoteDevice::open(selector, address, self.access()?).with_context(cannot)?);
         Ok(OpenDevice { device: device.clone(), remote: Some(device) })
     }

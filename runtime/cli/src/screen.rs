@@ -4,9 +4,9 @@ use mixfleet_hal::printable::printable_lines;
 use serde::Serialize;
 use std::io::{self, IsTerminal, StdoutLock, Write};
 
-/// Standard output, without characters that control a terminal but for ends of lines and tabs. Lines of text
-/// fold at the terminal's width, or at `COLUMNS` where that is set, and are left alone in a pipe; those of
-/// documents for programs are never folded.
+/// Standard output, without control characters except line ends and tabs. Lines of text fold at the
+/// terminal's width, or at `COLUMNS` if that is set, and are left alone in a pipe; those of documents for
+/// programs are never folded.
 pub(crate) fn output(is_document: bool) -> Folding<StdoutLock<'static>> {
     let columns = if is_document { None } else { columns() };
     Folding::new(io::stdout().lock(), columns)
@@ -24,7 +24,7 @@ pub(crate) fn is_terminal() -> bool {
     io::stdout().is_terminal()
 }
 
-/// The word that a value has as JSON.
+/// A value's name in JSON.
 pub(crate) fn word(value: &impl Serialize) -> String {
     match serde_json::to_value(value) {
         Ok(serde_json::Value::String(word)) => word,
@@ -33,17 +33,17 @@ pub(crate) fn word(value: &impl Serialize) -> String {
     }
 }
 
-/// Folds lines that are longer than the screen between words. What follows stands below the last cell of a
-/// table, or below the words of the line.
+/// Folds lines that are longer than the screen between words. The rest is aligned with the last cell of a
+/// table, or with the first word of the line.
 pub(crate) struct Folding<W: Write> {
     to: W,
     columns: Option<usize>,
-    /// What was written since the last end of a line.
+    /// The text since the last end of a line.
     line: Vec<u8>,
 }
 
 impl<W: Write> Folding<W> {
-    /// Folds at so many columns, or nowhere.
+    /// Folds at this column, or nowhere.
     pub(crate) fn new(to: W, columns: Option<usize>) -> Self {
         Folding { to, columns, line: Vec::new() }
     }
@@ -58,7 +58,7 @@ impl<W: Write> Folding<W> {
 impl<W: Write> Write for Folding<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let Some(columns) = self.columns else {
-            // What belongs together may come in pieces; characters are never divided between them.
+            // A line may come in pieces; characters are never split between them.
             match std::str::from_utf8(bytes) {
                 Ok(text) => self.to.write_all(printable_lines(text).as_bytes())?,
                 Err(_) => self.to.write_all(bytes)?,
@@ -86,12 +86,12 @@ impl<W: Write> Write for Folding<W> {
 
 impl<W: Write> Drop for Folding<W> {
     fn drop(&mut self) {
-        // as with standard output itself, nobody is left to tell
+        // as with standard output itself, there is no way left to report an error
         let _ = self.flush();
     }
 }
 
-/// A line in as many as it takes. A word that is longer than the screen stays whole.
+/// Splits a line into as many as needed. A word longer than the screen stays whole.
 fn folded(line: &str, columns: usize) -> String {
     let mut rest: Vec<char> = line.chars().collect();
     let indent = indent(&rest, columns);
@@ -111,8 +111,8 @@ fn folded(line: &str, columns: usize) -> String {
     lines
 }
 
-/// The column below which a line goes on: where the last cell that leaves room begins, else where the words
-/// of an indented line do, else 2.
+/// The column at which a line continues: the start of the last cell that leaves room, else of the first word
+/// of an indented line, else 2.
 fn indent(line: &[char], columns: usize) -> usize {
     let words = line.iter().take_while(|c| **c == ' ').count();
     let cell = |&at: &usize| line[at] != ' ' && line[at - 1] == ' ' && line[at - 2] == ' ';

@@ -103,7 +103,7 @@ impl ServeSignals {
     pub(crate) async fn or_until_next(&mut self, last: impl Future<Output = ()>) {
         tokio::select! {
             () = last => {}
-            () = self.next() => tracing::warn!("told again to end: ending at once"),
+            () = self.next() => tracing::warn!("second signal: exiting immediately"),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Settings of `serve` and `simulate` from a fleet file: a flag on the command line overrides the file.
 //!
-//! A key of the file is turned into the words of its flag, so that each value is parsed, checked and
-//! defaulted in one place.
+//! A key of the file is turned into its flag, so that each value is parsed, checked and defaulted in one
+//! place.
 
 use crate::command_line::{Cli, CliCommand, with_hint};
 use crate::failure::UsageError;
@@ -243,7 +243,7 @@ fn from_file(text: &str, path: &Path, command: &str, given: &ArgMatches) -> Resu
 }
 
 impl FromFile {
-    /// Adds the words of a flag, unless the command line has it.
+    /// Adds a flag with its value, unless the command line has it.
     fn take(
         &mut self,
         flag: &'static str,
@@ -362,7 +362,7 @@ mod tests {
         ["mixfleet"].iter().chain(words).map(OsString::from).collect()
     }
 
-    /// What comes of a command line with a fleet file of this text.
+    /// The result of a command line with a fleet file of this text.
     fn parsed(name: &str, text: &str, line: &[&str]) -> Result<(Cli, ServeSettings)> {
         let path = std::env::temp_dir().join(format!("mixfleet-settings-{}-{name}.toml", std::process::id()));
         std::fs::write(&path, text)?;

@@ -8,16 +8,16 @@ use mixfleet_hal::{Device, DeviceInfo, DeviceKind, Health};
 use mixfleet_scheduler::cost::MemberShare;
 use mixfleet_scheduler::sizing::{DeviceRoom, GivenSizes, InstanceSize, ridge, size};
 
-/// KV memory where a device cannot tell what is free.
+/// KV memory if a device cannot report its free memory.
 const KV_UNKNOWN: Bytes = Bytes(GIB as f64);
 /// A device with less than this share of what its catalog entry says is worth a warning.
 const SHARE_MIN: f64 = 0.9;
 /// A clock below this share of the highest one is held down; drivers round clocks by a percent.
 const CLOCK_SHARE_MIN: f64 = 0.95;
 
-/// The size of an instance of `model` on `device`, on which its weights are already, and which has `share` of
-/// the model. Of what is free there the instance will take `taken` for another share, and `sharing`
-/// instances, itself included, have an equal part of the rest. Says what was chosen and why.
+/// The size of an instance of `model` on `device`, which already has its weights, for `share` of the model.
+/// Of the free memory the instance takes `taken` for another share, and `sharing` instances, itself included,
+/// divide the rest equally. Logs the choice and the reason.
 ///
 /// # Errors
 /// When nothing is left for KV.
@@ -46,7 +46,7 @@ pub(crate) fn of(
     let in_room = |room: &DeviceRoom| size(&shape, config.context_max, room, GivenSizes { kv, ..given });
     let mut size = in_room(&room);
     if !(keeps_kv && share.has_weights()) {
-        // the second of two batches in flight has activations of its own
+        // the second of two batches in flight has its own activations
         let half = size.sequences_max / 2;
         room.free.0 -= shape.activation_bytes(half, half) as f64;
         size = in_room(&room);
@@ -68,7 +68,7 @@ pub(crate) fn of(
         say(info, &room, kv_from, &size);
     }
     warn_of_less(info);
-    // Cores do not say what holds their clock, and reading their health takes a part of the start.
+    // Cores do not report the cause of a reduced clock, and reading their health takes a part of the start.
     if !is_host {
         warn_of_clock(info, &device.health());
     }
@@ -82,7 +82,7 @@ fn gib(bytes: Bytes) -> f64 {
 /// Why KV memory has its size.
 fn kv_from(room: &DeviceRoom, is_unknown: bool, size: &InstanceSize) -> String {
     match (is_unknown, room.is_host) {
-        (true, _) => "the device does not say what is free".to_owned(),
+        (true, _) => "the device does not report free memory".to_owned(),
         (false, true) => format!("a quarter of {:.1} GiB free, or what sequences can use", gib(room.free)),
         (false, false) => format!(
             "of {:.1} GiB free, less {:.1} for steps and a tenth of {:.1}, or what sequences can use",
@@ -128,7 +128,7 @@ fn warn_of_clock(info: &DeviceInfo, health: &Health) {
     if allowed < CLOCK_SHARE_MIN * max {
         tracing::warn!(
             device = %info.id,
-            "the clock is held at {allowed:.0} of {max:.0} MHz, so that steps take longer: undo what is set \
+            "the clock is limited to {allowed:.0} of {max:.0} MHz, which slows steps: reset the limit \
              ('nvidia-smi -rgc' and '-rac'), or see to power and cooling"
         );
     }

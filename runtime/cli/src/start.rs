@@ -43,9 +43,9 @@ pub(crate) struct ServingDevices {
     pub(crate) devices: Vec<DeviceRole>,
     pub(crate) prices: BTreeMap<String, f64>,
     pub(crate) sequences_max: Option<u32>,
-    /// Whether prompts run in full steps beside decodes too, since nobody reads along.
+    /// Whether prompts run in full steps beside decodes too, since no user reads the stream.
     pub(crate) prompts_first: bool,
-    /// How KV is divided where attention has devices of its own.
+    /// How KV is divided under attention offload.
     pub(crate) attn_split: Option<AttnSplit>,
     /// How devices of other processes are reached.
     pub(crate) remote: RemoteArgs,
@@ -59,7 +59,7 @@ pub(crate) struct ServingDevices {
 }
 
 impl ServingDevices {
-    /// So many sequences at a time on `devices`, without lower tiers.
+    /// Maximum sequences on `devices`, without lower tiers.
     pub(crate) fn plain(devices: Vec<DeviceRole>, sequences_max: u32) -> Self {
         ServingDevices {
             devices,
@@ -82,7 +82,7 @@ pub(crate) struct StartOptions {
     pub(crate) instances: ServingDevices,
     pub(crate) engine: EngineConfig,
     pub(crate) events: Option<EventLog>,
-    /// The address at which engines of others exchange KV with this process, if they may.
+    /// The address at which external engines exchange KV with this process, if allowed.
     pub(crate) kv_exchange: Option<String>,
 }
 
@@ -147,7 +147,7 @@ pub(crate) fn engine(
         env.spawn(Box::pin(async move {
             if let Some(digest) = known.await {
                 exchange.know(digest);
-                tracing::info!("the weights have their digest: engines of others may read and write KV");
+                tracing::info!("digest of the weights computed: external engines may read and write KV");
             }
         }));
     }
@@ -157,7 +157,7 @@ pub(crate) fn engine(
     Ok(Started { handle, context, pools, exchange, devices })
 }
 
-/// What engines of others read and write: the host memory below those that compute prompts, and below others.
+/// Memory that external engines read and write: the host memory below prefill instances, and below others.
 fn exchange(
     url: String,
     model: &LoadedModel,
@@ -309,7 +309,7 @@ pub(crate) fn instances(
         let price = choice.prices.get(selector).map(|&usd| UsdPerHour(usd));
         let spec = InstanceSpec { device, weights, role: *role, price, limits };
         let below = tiers::of(&choice.tiers, selector, namespace(identity, model, digest))?;
-        // tiers keep blocks of all layers, so what is out of windows stays as well
+        // tiers keep blocks of all layers, so keys outside windows stay as well
         let config = match below {
             None => Arc::new(model.checkpoint.config.clone().in_window_pages()),
             Some(_) => config.clone(),
@@ -368,8 +368,8 @@ fn check_roles(devices: &[DeviceRole]) -> Result<()> {
     Ok(())
 }
 
-/// Devices may have one share of weights each. Those that only attend in an instance may do so in others too,
-/// or have another's weights: an instance that computes prompts can lend bandwidth to one that decodes.
+/// Devices may share one copy of the weights. Attention-only devices of an instance may serve others too, or
+/// hold another instance's weights: a prefill instance can lend bandwidth to a decode instance.
 fn check_names(devices: &[DeviceRole]) -> Result<()> {
     let mut with_weights = BTreeSet::new();
     for DeviceRole { device, .. } in devices {

@@ -56,7 +56,7 @@ impl InstancePools {
         let left = Arc::new(done);
         for (device, pool) in disks {
             let left = left.clone();
-            // On a thread of its own, which the exit of the process does not wait for.
+            // On a separate thread, which the exit of the process does not wait for.
             let write_back = move || {
                 write_back(&device, &pool, until);
                 drop(left);
@@ -107,7 +107,7 @@ fn in_time<T: Send + 'static>(
     }
 }
 
-/// The digest of what must be equal before blocks of earlier processes may be used, once it is known.
+/// The digest that must match before blocks of earlier processes may be used, once it is known.
 pub(crate) type NamespaceFuture = std::pin::Pin<Box<dyn Future<Output = Option<u64>> + Send>>;
 
 /// The tiers below the device `selector`, if configured; their blocks belong to `namespace`.
@@ -129,7 +129,7 @@ fn disk(directory: &Path, selector: &str, bytes: u64) -> Result<SsdConfig> {
     let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
     let own = private(directory)?.path().join(selector.chars().map(plain).collect::<String>());
     let disk = mixfleet_runtime::pool::disk::RealDisk::open(&own).context("--kv-ssd")?;
-    // The disk has answered once everything that the start will ask of it later.
+    // Returns after one of each disk operation that the start needs later has succeeded.
     disk.names().context("--kv-ssd")?;
     // This is a cache: blocks of another model are useless here.
     Ok(SsdConfig { disk: Arc::new(disk), bytes, wipe: true, timeout: SSD_TIMEOUT })

@@ -30,7 +30,7 @@ pub(crate) struct ReplayArgs {
 }
 
 impl ReplayArgs {
-    /// What is not played as it stands in the file, in words that follow its name.
+    /// Parts of the file that are not replayed as they stand, as text after its name.
     pub(crate) fn text(&self) -> String {
         let mut text = String::new();
         if self.speedup != 1.0 {
@@ -68,7 +68,7 @@ impl ReplayArgs {
         self.play_at(trace, seed, self.speedup)
     }
 
-    /// The requests of `trace` with arrivals `speedup` times as fast, whatever the flag says.
+    /// The requests of `trace` with arrivals `speedup` times as fast, ignoring the flag.
     pub(crate) fn play_at<'a>(
         &self,
         trace: &'a mut Trace,

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 /// The hidden command that runs a trial. It is no subcommand, so that a trial parses no command line.
 const COMMAND: &str = "grammar-trial";
-/// Time after which a trial is killed that has not ended. It has a limit of its own on processor time, which
-/// is shorter; this one counts where the machine is too busy to run it.
+/// Time after which an unfinished trial is killed. A trial also has a shorter limit on processor time; this
+/// one matters if the machine is too busy to run it.
 const DEADLINE: Duration = Duration::from_millis(800);
 /// Interval at which a trial's client is looked at.
 const CLIENT_INTERVAL: Duration = Duration::from_millis(10);

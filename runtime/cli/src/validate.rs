@@ -45,9 +45,9 @@ pub(crate) struct ValidateArgs {
 
 #[derive(Debug, Subcommand)]
 enum ValidateCommand {
-    /// Compare two reports: what passed and fails now, what moved beyond its spread
+    /// Compare two reports: regressions, and changes beyond the spread
     Diff(diff::DiffArgs),
-    /// Check that a signed report is as it was signed
+    /// Verify the signature of a report
     Verify(sign::VerifyArgs),
 }
 
@@ -78,7 +78,7 @@ struct RunArgs {
     /// The vendor's claims and waivers
     #[arg(long, value_name = "part.toml")]
     part: Option<PathBuf>,
-    /// Write a part.toml to start from, of what is detected or of --profile, and end
+    /// Write a part.toml to start from, by detection or --profile, and exit
     #[arg(long, value_name = "FILE", conflicts_with_all = ["part", "out", "resume", "soak", "full", "only", "sign"])]
     init_part: Option<PathBuf>,
     /// With --init-part: a profile of the part ('mixfleet profile --out')
@@ -87,8 +87,8 @@ struct RunArgs {
     /// Sign the report's checksums with this minisign key
     #[arg(long, value_name = "KEYFILE")]
     sign: Option<PathBuf>,
-    /// Folder for the report: JSON, JUnit, HTML, environment, log, checksums [default: a new one among
-    /// this user's data]
+    /// Folder for the report: JSON, JUnit, HTML, environment, log, checksums [default: a new one in
+    /// the user's data directory]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Resume the run whose log is in --out
@@ -117,7 +117,7 @@ pub(crate) fn run(args: &ValidateArgs) -> Result<()> {
     let args = &args.run;
     if args.child {
         let open = |selector: &str| backends::open(selector).map_err(|error| format!("{error:#}"));
-        // whatever ends the parent, no child holds the device after it
+        // no child holds the device after the parent's end, however it ends
         #[cfg(target_os = "linux")]
         rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
         let (input, output) = (&mut std::io::stdin().lock(), &mut std::io::stdout().lock());
@@ -170,7 +170,7 @@ fn device_of(named: Option<&str>) -> Result<String> {
 fn validate(args: &RunArgs, named: Option<&str>) -> Result<()> {
     let began_at = machine::now();
     let part = args.part.as_deref().map(read_part).transpose()?;
-    // a password is asked for before the run, and not hours later
+    // the password is read before the run, and not hours later
     let signer = args.sign.as_deref().map(sign::Signer::open).transpose()?;
     let device = device_of(named)?;
     let plan = plan(args, &device, part.as_ref())?;
@@ -185,7 +185,7 @@ fn validate(args: &RunArgs, named: Option<&str>) -> Result<()> {
     if let Some(folder) = folder.as_deref().filter(|_| args.out.is_none()) {
         eprintln!("the report goes to {}", folder.display());
     }
-    cancel_on_interrupt(cancelled.clone(), "stopping, with a report of what was run");
+    cancel_on_interrupt(cancelled.clone(), "stopping, with a report of the completed cases");
     let Examined { report, signature } = examination.examine(&device, &start, &earlier, folder.as_deref())?;
     let mut out = screen::output(args.json);
     if args.json {
@@ -252,7 +252,7 @@ fn plan(args: &RunArgs, device: &str, part: Option<&PartFile>) -> Result<Validat
     Ok(plan)
 }
 
-/// A folder of its own for a run without --out; none where this user has no place for data.
+/// A new folder for a run without --out; none if this user has no data directory.
 fn default_folder(device: &str, began_at: &str) -> Option<PathBuf> {
     let base = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from);
     let base = base.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".local/share")))?;

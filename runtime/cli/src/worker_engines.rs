@@ -1,4 +1,4 @@
-//! Engines of others on the command line: `KIND:http://HOST:PORT` (or https), and what is known of them.
+//! External engines on the command line: `KIND:http://HOST:PORT` (or https), and their known properties.
 
 use crate::failure::UsageError;
 use crate::numbers::USD_PER_HOUR_MIN;
@@ -69,7 +69,7 @@ pub(crate) struct WorkerEngine {
     key_file: Option<PathBuf>,
     /// The authorities that its certificate is believed from; by default the system's.
     ca: Option<PathBuf>,
-    /// Where its KV events come from, as its own configuration says; by default it is asked.
+    /// Source of its KV events, in its own notation; by default the engine reports it.
     kv_events: Option<String>,
     kv_replay: Option<String>,
     kv_ranks: u32,
@@ -154,7 +154,7 @@ impl std::str::FromStr for WorkerEngine {
         }
         if engine.instances.is_some() && engine.kv_events.as_deref().is_some_and(|events| events != "off") {
             return Err(
-                "engines behind one name are asked where their KV events come from: leave kv-events out"
+                "engines behind one name report the source of their KV events: omit kv-events"
                     .into(),
             );
         }
@@ -207,7 +207,7 @@ impl WorkerEngine {
     /// The engine, or those behind its name, ready to be asked.
     ///
     /// # Errors
-    /// What of it is not known, or cannot be read.
+    /// The unknown or unreadable property.
     pub(crate) fn open(&self) -> Result<Vec<EngineSpec>> {
         let key = self.key_file.as_deref().map(read_key).transpose()?;
         let mut address = self.address.clone();
@@ -282,7 +282,7 @@ impl WorkerEngine {
         };
         if self.tp != 1 && all_reduce.is_none() {
             return Err(
-                UsageError(format!("tp={}: what so many exchange takes is not known", self.tp)).into()
+                UsageError(format!("tp={}: the exchange time of this many devices is unknown", self.tp)).into()
             );
         }
         whole.check_split(self.tp).map_err(|cause| UsageError(format!("tp={}: {cause}", self.tp)))?;
@@ -373,7 +373,7 @@ mod tests {
             ("vllm:http://h,nic-gb-per-s=0", "GB/s"),
             ("vllm:http://h,usd=x", "no price"),
             ("vllm:http://h,instances=0", "from 1 to 256"),
-            ("vllm:http://h,instances=2,kv-events=tcp://*:5557", "are asked"),
+            ("vllm:http://h,instances=2,kv-events=tcp://*:5557", "omit kv-events"),
             ("vllm:http://h,colour=red", "unknown word 'colour'"),
             ("vllm:http://h,part=H100-SXM-80GB", "shape"),
             ("vllm:http://h,kv-events=5557", "tcp://HOST:PORT"),

@@ -109,7 +109,7 @@ fn samples(server: &Server) -> Samples {
     all
 }
 
-/// What `/metrics` of a server of its own devices has, and of one of engines of others.
+/// Metrics of a server on its own devices, and of one in front of external engines.
 fn live() -> [Samples; 2] {
     let own = Server::start(&["--usd-per-hour", "cpu=1", "--device", "cpu"]);
     let (_, models) = own.call("GET", "/v1/models", "", "");

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant, SystemTime};
 
-/// A checkpoint of which the tensors of the first layer's MLP have 128 KiB each.
+/// A checkpoint whose first layer has MLP tensors of 128 KiB each.
 fn checkpoint(name: &str) -> PathBuf {
     let config = json!({
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 2,
@@ -84,7 +84,8 @@ fn a_checkpoint_cut_under_a_server_ends_requests_with_an_error_and_not_the_serve
     let (before, answer) = ask(&server, &prompt, 20);
     assert_eq!((before, status(&server, "/health")), (200, 200), "{answer}");
     let right = text(&answer);
-    // A long answer is under way while the file is cut: it ends with all of its tokens or with an error.
+    // A long answer is in progress when the file is truncated: it ends with all of its tokens or with an
+    // error.
     let mut stream = server.connect();
     let body = json!({"model": "m", "prompt": prompt, "max_tokens": 3000, "temperature": 0, "ignore_eos": true, "stream": true});
     let body = body.to_string();
@@ -295,7 +296,7 @@ fn a_second_start_reads_a_kept_digest_and_a_file_that_changed_is_hashed_again() 
     assert_eq!(kept.len(), 1);
     let mode = std::os::unix::fs::PermissionsExt::mode(&fs::metadata(&kept[0]).unwrap().permissions());
     assert_eq!(mode & 0o777, 0o600);
-    // Whoever else could have written it has no say in what may be shared.
+    // Write access of others rules out sharing.
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o622);
     fs::set_permissions(&kept[0], open).unwrap();
     assert!(computes(&log("disk is in use")));

@@ -167,7 +167,7 @@ fn place(document: &Value, name: &str) -> usize {
         .expect(name)
 }
 
-/// A V100 at its price decodes for less than others by its datasheet, and nobody published what it reaches.
+/// A V100 at its price decodes for less than others by its datasheet, but its kernel times are not published.
 #[test]
 fn a_part_in_doubt_comes_after_the_others_and_is_named() {
     let two = ["compare", "--model", "llama-3.1-8b", "V100-SXM2-16GB", "L40S"];
@@ -267,7 +267,7 @@ fn the_catalog_is_listed_with_sources() {
     assert!(text.contains("C: one source"), "{text}");
 }
 
-/// The formats of weights and KV reach what is compared: bytes, batches that fit, and time.
+/// The formats of weights and KV affect the comparison: bytes, batches that fit, and time.
 #[test]
 fn a_mixture_is_compared_in_every_format() {
     let compare = |more: &[&str]| {

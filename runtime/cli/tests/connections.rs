@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
-/// Under this limit on open files, a stranger's connections could be all of them.
+/// Under this limit on open files, one client could hold all connections.
 const OPEN_FILES: u32 = 256;
 
 fn completion(prompt: &str) -> Value {
@@ -48,7 +48,7 @@ fn idle_strangers_leave_enough_for_hand_offs_between_devices() {
         .map(|number| {
             let mut stream = server.connect();
             if number % 2 == 0 {
-                // it may be closed already for the sake of others
+                // it may be closed already to make room for others
                 let _ = stream.write_all(b"GET /live HTTP/1.1\r\nhost: localhost\r\n");
             }
             stream
@@ -83,14 +83,14 @@ fn stuck(server: &Server) -> TcpStream {
     let mut stream = server.connect();
     let head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nexpect: 100-continue\r\ncontent-length: 9\r\n\r\n";
     stream.write_all(head.as_bytes()).unwrap();
-    // The server asks for the body: the request is in work.
+    // The server asks for the body: the request is in progress.
     let mut asks = [0; 12];
     stream.read_exact(&mut asks).unwrap();
     assert_eq!(&asks, b"HTTP/1.1 100");
     stream
 }
 
-/// A client that asks for more than fits into the sockets, and reads nothing.
+/// A client whose request exceeds the socket buffers, and that reads nothing.
 fn never_reading(server: &Server) -> TcpStream {
     let stream = server.connect();
     let mut asks = stream.try_clone().unwrap();
@@ -157,7 +157,7 @@ fn those_who_watch_have_an_address_of_their_own() {
     assert_eq!(get("/metrics", "evil.example").0, 403);
     let stuck = stuck(&server);
     server.signal();
-    // its own port takes nobody any more; here it is said why
+    // its own port accepts no more connections; the reason is here
     while TcpStream::connect(&server.address).is_ok() {
         std::thread::yield_now();
     }

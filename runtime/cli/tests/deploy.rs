@@ -49,7 +49,7 @@ fn every_argument_in_the_deployment_files_is_one_that_the_program_takes() {
     let of = |name: &str| commands.iter().filter(|(_, list)| list[0] == name).count();
     assert_eq!((of("router"), of("worker"), commands.len()), (2, 4, 6), "{commands:?}");
     for (file, mut arguments) in commands {
-        // What comes before it is parsed all the same, and nothing starts.
+        // Earlier fields are parsed all the same, and nothing starts.
         arguments.push("--help".into());
         let output = run(&arguments);
         let said = String::from_utf8_lossy(&output.stderr);

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// What follows this line of the page is written from `--help`.
+/// The rest of the page after this line is written from `--help`.
 const WRITTEN: &str = "<!-- Below this line: what --help prints. -->\n";
 
 /// Characters of a line of text, and of one in a table's cell.
@@ -16,7 +16,7 @@ const CELL_LINE: usize = 100;
 /// The option of processes that `validate` starts itself.
 const OF_CHILDREN: &str = "--child";
 
-/// So many options of a command that it shares with an earlier one are listed by name alone.
+/// This many options that a command shares with an earlier one are listed by name alone.
 const REPEATED_MIN: usize = 3;
 
 /// Pages that have not been shortened yet.
@@ -74,8 +74,8 @@ fn escaped(text: &str) -> String {
     text.replace('<', "\\<").replace('*', "\\*").replace('_', "\\_")
 }
 
-/// The section of a command, and those of the commands below it. `known` has the command that first has an
-/// option.
+/// The section of a command, and those of its subcommands. `known` maps an option to the first command with
+/// it.
 fn sections(words: &[&str], known: &mut BTreeMap<(String, String), String>, page: &mut String) {
     let text = help(words);
     let name = ["mixfleet"].iter().chain(words).copied().collect::<Vec<_>>().join(" ");
@@ -153,7 +153,7 @@ fn guides() -> Vec<PathBuf> {
     pages
 }
 
-/// Whole words of a text that look like long options.
+/// Texts that look like whole long options.
 fn long_options(text: &str) -> BTreeSet<String> {
     let is_of_word = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     let begins = text.match_indices("--").map(|(at, _)| text.split_at(at));

@@ -1,4 +1,4 @@
-//! Engines of others behind `mixfleet serve`, as clients meet them.
+//! External engines behind `mixfleet serve`, as clients see them.
 
 use crate::common;
 use crate::common::server::Server;
@@ -9,10 +9,10 @@ use std::io::{BufRead, BufReader, Write};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Words of an engine whose times are predicted, and which so is up at the first look.
+/// Options of an engine with predicted times, which is therefore up at the first probe.
 const UNMEASURED: &str = ",part=H100-SXM-80GB,shape=llama-3.1-8b";
 
-/// A server in front of these engines, with the words given for each.
+/// A server in front of these engines, with options for each.
 pub(crate) fn gateway(engines: &[(&FakeEngine, &str, &str)], more: &[&str]) -> Server {
     let written: Vec<String> = engines
         .iter()
@@ -67,7 +67,7 @@ fn stream(server: &Server, body: &Value) -> (u16, String) {
     (status, if status == 200 { unchunked(&text) } else { text })
 }
 
-/// What is passed back, in one piece or several.
+/// Response bodies in one piece or several.
 fn passed(server: &Server, path: &str, body: &Value) -> (u16, Value) {
     let (head, text) = server.exchange("POST", path, "", &body.to_string());
     let text = if head.contains("transfer-encoding: chunked") { unchunked(&text) } else { text };
@@ -184,7 +184,7 @@ fn an_engine_that_fails_before_a_byte_is_replaced_and_nobody_notices() {
         let engines = [(&bad, "vllm", ",usd=0.1"), (&good, "vllm", ",usd=9")];
         let server = gateway(&engines, &["--policy", "round-robin"]);
         bad.set(mood.clone());
-        // one that cut a connection is asked nothing until it answers a probe
+        // an engine that cut a connection gets no request until it answers a probe
         for is_stream in [false, true] {
             let (before, until) = (bad.asked().len(), Instant::now() + Duration::from_secs(30));
             while bad.asked().len() == before {
@@ -232,7 +232,7 @@ fn an_engine_that_fails_again_and_again_rests_and_that_is_shown() {
     while metric(&server, &rests) != 0.0 {
         assert!(Instant::now() < until, "it rests for a second, and no request has tried it since");
         assert_eq!(server.post("/v1/chat/completions", &chat(2, false)).0, 200);
-        // nobody reads the log meanwhile, and a pipe that is full would hold the server up
+        // the log is not read until then, and a full pipe would block the server
         std::thread::sleep(Duration::from_millis(50));
     }
     server.wait_for("answers again");

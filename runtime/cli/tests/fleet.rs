@@ -1,4 +1,4 @@
-//! Routers and workers as processes, with etcd: what a client sees when one of them dies.
+//! Routers and workers as processes, with etcd: the client's view when one of them dies.
 
 #![allow(clippy::print_stdout, reason = "a skip is said aloud")]
 
@@ -18,7 +18,7 @@ use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// etcd with data of its own, and the fixture that is served.
+/// etcd with a new data directory, and the served fixture.
 struct ProcessFleet {
     etcd: Process,
     port: u16,
@@ -80,7 +80,7 @@ impl ProcessFleet {
         (router, address.trim().trim_end_matches("/v1").to_string())
     }
 
-    /// etcd ends, and with it what it knew.
+    /// etcd ends, and loses its data.
     fn lose_etcds_data(&mut self) {
         self.etcd.kill();
         std::fs::remove_dir_all(&self.data).unwrap();
@@ -438,7 +438,7 @@ fn who_watches_a_worker_learns_whether_it_can_serve_and_what_it_did() {
     assert_eq!(value("mixfleet_instances"), 1.0);
     worker.kill();
     router.says("a worker process is lost");
-    // The word that its instance is gone is on its way through the router.
+    // The message that its instance is gone is in flight through the router.
     let begun = std::time::Instant::now();
     while !get(&router_address, "/health").starts_with("HTTP/1.1 503") {
         assert!(begun.elapsed() < LONG);
@@ -467,7 +467,7 @@ fn damage(weights: &Path) {
     let ranges =
         ranges.map(|range| (range[0].as_u64().unwrap() as usize, range[1].as_u64().unwrap() as usize));
     let (begin, end) = ranges.max_by_key(|(begin, end)| end - begin).unwrap();
-    assert!(end - begin > 64 << 10, "its end is behind what was once all that was looked at");
+    assert!(end - begin > 64 << 10, "its end is beyond the former limit of the search");
     bytes[start + end - 1] ^= 1;
     std::fs::write(weights, bytes).unwrap();
 }

@@ -67,7 +67,7 @@ fn a_file_of_runs_is_checked_before_the_first() {
     for (bad, why) in [
         ("--prompt x", "expected a JSON array of arguments"),
         (r#"["--prompt-ids", "5", "--frobnicate"]"#, "--frobnicate"),
-        (r#"["--each", "runs"]"#, "no --each of its own"),
+        (r#"["--each", "runs"]"#, "cannot have --each"),
     ] {
         std::fs::write(&file, format!("{good}\n{bad}\n")).unwrap();
         let output = mixfleet().args(["generate", "--each"]).arg(&file).output().unwrap();

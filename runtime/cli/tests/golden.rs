@@ -60,8 +60,8 @@ fn all_pairs() -> bool {
     std::env::var("MIXFLEET_GOLDEN").is_ok_and(|level| level == "full")
 }
 
-/// Whether the turn of one of so many devices has come with a case: each fixture meets each device, and at
-/// night all of its cases do.
+/// Whether this case runs on this one of the devices: each fixture runs on each device, and at night all of
+/// its cases do.
 fn is_turn_of(device: usize, case: usize, devices: usize) -> bool {
     all_pairs() || case % devices == device
 }
@@ -106,7 +106,7 @@ fn fixtures_give_their_golden_tokens_on_every_placement() {
     println!("{undecided} cases with a margin below twice the logits' error: compared by logits");
 }
 
-/// Whether latent attention does not run there, which is said: it has no devices of its own.
+/// Whether latent attention is refused there, with a message: it cannot run on separate devices.
 fn is_refused(fixture: &Path, places: &[&str]) -> bool {
     let cannot = |place: &&str| place.contains("attn:");
     let has_latents = || ModelConfig::open(fixture).is_ok_and(|config| config.latent.is_some());
@@ -140,8 +140,7 @@ fn divided() -> Vec<(String, Option<&'static str>)> {
     all
 }
 
-/// Whether a fixture's turn has come on a placement of several devices: on each every fourth one's, and at
-/// night all.
+/// Whether a fixture runs on a placement of several devices: every fourth fixture on each, and at night all.
 fn takes_turn(fixture: usize, placement: usize) -> bool {
     all_pairs() || (fixture + placement).is_multiple_of(4)
 }
@@ -166,7 +165,7 @@ fn fixtures_give_their_golden_tokens_where_kv_moves_between_one_device_and_sever
         ("cpu", attending, Some("head")),
         ("cpu", attending, Some("request")),
         ("cpu", attending, Some("range")),
-        // who computes prompts attends for who decodes, too
+        // prefill devices also run attention for decode devices
         ("cpu@1", "attn:cpu@0,cpu@0,cpu@1", Some("request")),
         (attending, "cpu", Some("range")),
     ];
@@ -176,7 +175,7 @@ fn fixtures_give_their_golden_tokens_where_kv_moves_between_one_device_and_sever
     }
 }
 
-/// Members have whole experts, of equal and unlike numbers, or another kind of device has some of them.
+/// Members have whole experts, in equal and unequal numbers, or another kind of device has some.
 #[test]
 fn mixtures_give_their_golden_tokens_on_devices_that_divide_their_experts() {
     let others = devices().into_iter().skip(1).map(|device| format!("ep:cpu,{}", device.info().id));
@@ -452,8 +451,8 @@ fn logits(
     rows
 }
 
-/// A prompt over latents, the same over keys that are made of them, and in chunks of which the second attends
-/// to latents, as it is short, and the third to keys made of those of all chunks.
+/// A prompt over latents, the same over expanded keys, and in chunks: the second attends to latents, as it is
+/// short, and the third to keys expanded from those of all chunks.
 #[test]
 fn latents_give_their_golden_logits_and_tokens_absorbed_expanded_and_in_turn() {
     let devices: Vec<_> = devices().into_iter().chain(wgpu()).collect();

@@ -104,10 +104,10 @@ impl Machine {
         let said = text(&packed);
         assert!(packed.status.success() && said.contains(" MB, including the binary"), "{said}");
         let kept: Vec<_> = std::fs::read_dir(self.home.join("packed/fixtures")).unwrap().collect();
-        assert_eq!(kept.len(), 1, "only what is served");
+        assert_eq!(kept.len(), 1, "only the served files");
     }
 
-    /// The script in the packed folder, with what makes it short.
+    /// The script in the packed folder, with options that make it short.
     fn call(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(self.home.join("packed/hwtests/gpu.sh"));
         command

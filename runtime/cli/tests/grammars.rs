@@ -1,4 +1,4 @@
-//! Trials of grammars in child processes: whatever a grammar is, its trial ends by itself.
+//! Trials of grammars in child processes: for any grammar, the trial ends by itself.
 
 use crate::common::mixfleet;
 use mixfleet_hal::random::Stream;
@@ -6,8 +6,8 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::process::{ExitStatus, Stdio};
 
-/// Has the program try a grammar, and returns how that ended and what was said. A trial that hangs is ended
-/// by the time limit of the tests.
+/// Runs the trial of a grammar, and returns its exit and its message. The tests' time limit ends a trial that
+/// hangs.
 fn tried(grammar: &Value) -> (ExitStatus, Vec<u8>) {
     let question = json!({"grammar": grammar, "vocab": 1000, "specials": [[0, [60, 124, 62]]]}).to_string();
     let mut command = mixfleet();

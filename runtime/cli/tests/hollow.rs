@@ -1,6 +1,6 @@
 //! `mixfleet serve` on GPUs as large as real ones: the CUDA driver in host memory of `backends/cuda/tests`
-//! has their names and memory, counts what is allocated, keeps no byte of it and computes nothing. So
-//! whatever depends on a device's size is seen on any machine; what it computes and how fast is not.
+//! has their names and memory, counts allocations, stores no bytes and computes nothing. So any machine shows
+//! effects of a device's size, but neither results nor speed.
 
 #![allow(clippy::print_stdout, reason = "a skip is said aloud")]
 
@@ -89,7 +89,7 @@ fn a_clock_that_is_held_down_is_warned_of() {
         };
         let child = command.env("FAKE_NVML_SET_MHZ", set_mhz).spawn().unwrap();
         let server = Server::spawned(child);
-        let warned = server.seen.lines().find(|line| line.contains("the clock is held at"));
+        let warned = server.seen.lines().find(|line| line.contains("the clock is limited to"));
         assert_eq!(warned.is_some(), is_low, "{}", server.seen);
         if let Some(line) = warned {
             assert!(line.contains(" WARN ") && line.contains("1200 of 1980 MHz"), "{line}");
@@ -124,7 +124,7 @@ fn a_request_needs_no_kernel_that_was_not_looked_up_before_the_server_is_ready()
         let late: Vec<&str> = rest.lines().filter(|line| line.starts_with("fake driver: ")).collect();
         let kernels = late.iter().filter(|line| !line.ends_with(" records a graph")).count();
         assert_eq!(kernels, 0, "{late:?}");
-        // one kind of step is not recorded before: that with so many log-probabilities
+        // one kind of step is not recorded before: the one with this many log-probabilities
         assert!(late.len() <= 1, "{late:?}");
     }
 }

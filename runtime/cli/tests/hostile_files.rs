@@ -1,4 +1,4 @@
-//! Files that recurse, allocate, hang or write to the terminal are refused, and nothing dies of them.
+//! Files that recurse, allocate, hang or write to the terminal are refused, and no process dies of them.
 
 #![cfg(target_os = "linux")]
 

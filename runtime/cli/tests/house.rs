@@ -1,4 +1,4 @@
-//! The rules of the house: who may import whom, and what no source file may hold.
+//! The rules of the house: allowed imports, and banned content of source files.
 
 mod names;
 mod prints;
@@ -189,7 +189,7 @@ const CYCLES: &[(&str, &[&str], &str)] = &[
         &["device", "queue"],
         "a device opens queues; a queue holds what its device shares",
     ),
-    ("backends/cuda/src", &["memory", "pinned"], "transfers pin host memory; what is pinned is transferred"),
+    ("backends/cuda/src", &["memory", "pinned"], "transfers pin host memory; pinned memory is transferred"),
     ("backends/cpu/src", &["pool", "queue"], "a queue gives jobs to threads, which write into its timeline"),
     (
         "backends/opencl/src",
@@ -205,7 +205,7 @@ const CYCLES: &[(&str, &[&str], &str)] = &[
     (
         "runtime/cli/src",
         &["backends", "groups", "notation"],
-        "backends open what is written so, and their names begin what is written",
+        "backends open selectors in this notation, which begin with a backend's name",
     ),
     (
         "runtime/cli/src",
@@ -220,7 +220,7 @@ const CYCLES: &[(&str, &[&str], &str)] = &[
     ("backends/wire/src", &["stream", "tls"], "a stream may have a TLS session, and TLS makes such streams"),
 ];
 
-/// Words that no source file may hold. Put together here, so that this file holds none of them.
+/// Texts that no source file may hold. Put together here, so that this file holds none of them.
 const BANNED: &[&str] = &[
     concat!("to", "do!("),
     concat!("unimple", "mented!("),
@@ -265,7 +265,7 @@ fn metadata() -> Metadata {
         .expect("cargo metadata runs")
 }
 
-/// What is wrong with `from` importing `to`.
+/// Returns the violation if `from` may not import `to`.
 fn edge_error(from: &str, to: &str) -> Option<String> {
     let Some(room) = ROOMS.iter().find(|room| room.name == from) else {
         return Some(format!("{from} has no row in ROOMS: say what it may import"));

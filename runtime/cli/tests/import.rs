@@ -1,4 +1,4 @@
-//! `mixfleet profile import` and `check` from outside, and what takes their files.
+//! `mixfleet profile import` and `check` from outside, and the commands that use their files.
 
 use crate::common::{mixfleet, scratch};
 use serde_json::Value;
@@ -110,7 +110,7 @@ fn a_file_that_is_no_profile_fails_the_check_with_the_fields_names() {
     assert_eq!((code, &document["conforms"]), (Some(1), &false.into()));
     assert!(document["errors"][0].as_str().unwrap().starts_with("points[3].time is missing; add it: Median"));
     let (code, document) = check(&|profile| profile["owner"] = "me".into());
-    assert_eq!((code, &document["warnings"][0]), (Some(0), &"owner is unknown, and nobody reads it".into()));
+    assert_eq!((code, &document["warnings"][0]), (Some(0), &"owner is unknown and ignored".into()));
     assert!(fails(&directory, &["profile", "check", "gemm_perf.txt"], 1).contains("not JSON"));
     assert!(fails(&directory, &["profile", "check", "none.json"], 3).contains("cannot read none.json"));
 

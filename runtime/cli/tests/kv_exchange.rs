@@ -1,4 +1,4 @@
-//! KV of a prompt that one server computed, carried to another one by hand, as an engine of others would.
+//! KV of a prompt that one server computed, copied by hand to another one, as an external engine would.
 
 use crate::common;
 use crate::common::server::Server;

@@ -1,4 +1,4 @@
-//! A server whose log cannot be written: nobody reads it, its reader has left, or its disk is full.
+//! A server whose log cannot be written: it is not read, its reader has left, or its disk is full.
 
 use crate::common::mixfleet;
 use crate::common::server::Server;
@@ -32,7 +32,7 @@ pub(crate) fn terminated(child: &mut Child) -> ExitStatus {
     }
 }
 
-/// Asserts that a server answers while it drops its log, and that it ends when it is told to.
+/// Asserts that a server answers while it drops its log, and that it stops on request.
 fn answers_and_ends(server: &mut Server) {
     // each choice logs a line
     let body =

@@ -1,4 +1,4 @@
-//! What a command-line tool owes those who use it: docs/results/manners.md names the test of each promise.
+//! Promises of the command line to its users: docs/results/manners.md names the test of each promise.
 
 use crate::common::server::Server;
 use crate::common::{fixture, mixfleet, scratch};
@@ -22,7 +22,7 @@ fn in_text(output: &Output) -> (Option<i32>, String, String) {
     (output.status.code(), text(&output.stdout), text(&output.stderr))
 }
 
-/// Asserts that a command is a mistake that is told in these words, in one line.
+/// Asserts that a command reports its mistake in one line that contains these texts.
 fn refused(words: &[&str], told: &str) {
     let (code, out, said) = ended(words, "");
     assert_eq!((code, out.as_str()), (Some(2), ""), "{words:?}: {said}");

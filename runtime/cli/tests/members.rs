@@ -1,4 +1,4 @@
-//! Members of an instance in processes of their own: what clients see when one is lost, and who may use them.
+//! Members of an instance as separate processes: the client's view of a lost one, and access control.
 
 use crate::common::members::MemberProcess;
 use crate::common::server::Server;

@@ -107,7 +107,7 @@ fn is_sound(document: &Value, attain: f64) {
             assert!(pool["count"].as_u64().unwrap() > 0 && !pool["price_from"].as_str().unwrap().is_empty());
         }
     }
-    // the engine is asked before the model
+    // the engine is checked before the model
     let none = match document["engine"] == "mixfleet" {
         true if document["model"] == "deepseek-v3" => Some("per byte of KV"),
         true => None,
@@ -399,7 +399,7 @@ fn host_memory_for_kv_is_rented_where_it_saves_more_than_it_costs() {
     assert!(kept.contains("dram_bytes = 549755813888.0"), "{kept}");
     fails(&run(&of_trace, &[]), 2, &["--dram-usd"]);
 
-    // a node of as much for all costs less than a part of it for each
+    // one node with all the memory costs less than a part of the memory for each
     let document = planned(&of_trace, &["--dram-usd", "0.0012", "--kv-nodes", "1", "--out", out]);
     let first = &document["fleets"][0];
     assert_eq!((number(&first["kv_tiers"]["kv_nodes"]), tiers(first)), (1.0, 512.0), "{document:#}");
@@ -422,7 +422,7 @@ fn spot_offers_have_spares_and_kv_leaves_a_region_only_over_a_link() {
     let first = pools(&document["fleets"][0]);
     assert!(first.iter().all(|pool| pool["spot"] == true && number(&pool["count"]) >= 2.0), "{first:?}");
     assert_eq!(document["without_offer"], serde_json::json!([]), "an L40S is not rented out as spot");
-    // what is in the first fleet leaves it above its price, what is not enters it below
+    // a part in the first fleet leaves it above its price, another part enters it below
     for known in document["break_evens"].as_array().unwrap() {
         let own = number(&known["usd_per_hour"]);
         let is_in = first.iter().any(|pool| pool["part"] == known["part"] && pool["spot"] == known["spot"]);

@@ -28,7 +28,7 @@ fn a_library_in_c_is_a_device_like_any_other() {
     let device = device.unwrap_or_else(|| panic!("{listed}"));
     assert_eq!((&device["backend"], &device["name"]), (&json!("loops"), &json!("loops in C")));
 
-    // by the environment, and a folder of libraries, of which the other one is not run unless it is asked
+    // by the environment, and a folder of libraries; the other library is not run unless it is used
     let listed =
         mixfleet().env("MIXFLEET_BACKENDS", folder).env("MIXFLEET_HOSTILE", "none").arg("devices").output();
     let listed = text(&listed.unwrap().stdout);

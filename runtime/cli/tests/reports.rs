@@ -66,7 +66,7 @@ fn two_reports_are_compared_and_only_what_broke_fails() {
     );
     assert!(fs::read_to_string(page).unwrap().contains("Passed before, fails now"));
 
-    // what was wrong and passes now, and the same twice, are no failures
+    // a fixed failure, and equal reports, are no failures
     let (code, told, said) =
         ended(&["validate", "diff", text(&bad), text(&good.join("results.json")), "--json"]);
     assert_eq!(code, Some(0), "{said}");
@@ -201,7 +201,7 @@ fn a_signed_report_is_told_from_a_changed_one() {
     assert_eq!(verified(&other).0, Some(1));
     assert_eq!(verified("no such key").0, Some(2));
 
-    // a file beside those that were signed
+    // a file beside the signed ones
     let extra = report.join("notes.html");
     fs::write(&extra, "looks signed").unwrap();
     let (code, _, said) = verified(text(&public));
@@ -222,7 +222,7 @@ fn a_signed_report_is_told_from_a_changed_one() {
     let (code, _, said) = verified(text(&public));
     assert!(code == Some(1) && said.contains("minisig"), "{said}");
 
-    // a key with a password, and nobody to ask
+    // a key with a password, without a terminal
     let locked = KeyPair::generate_encrypted_keypair(Some("secret".to_owned())).unwrap();
     fs::write(&secret, locked.sk.to_box(None).unwrap().into_string()).unwrap();
     let words = ["validate", "--device", "cpu", "--only", "l1.fill", "--sign", text(&secret)];

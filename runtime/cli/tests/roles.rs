@@ -1,4 +1,4 @@
-//! Engines of others with roles behind `mixfleet serve`: one computes prompts, another one answers.
+//! External engines with roles behind `mixfleet serve`: one computes prompts, another one answers.
 
 use crate::common::server::Server;
 use crate::engines::gateway;
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// What a real vLLM 0.32.0 told of a prompt's KV.
+/// A real vLLM 0.32.0's description of a prompt's KV.
 const PROMPT: &str = include_str!("../../engines/tests/data/vllm-0.32.0/prompt.json");
 const WORDS: &str = ",part=H100-SXM-80GB,shape=llama-3.1-8b,usd=2";
 
@@ -31,7 +31,7 @@ fn chat() -> Value {
     json!({"model": "m", "messages": [{"role": "user", "content": "count for me"}], "max_tokens": 4})
 }
 
-/// Asks, expects the whole answer, and returns the explanation of its last placement.
+/// Sends a request, expects the whole answer, and returns the explanation of its last placement.
 fn answered(server: &Server, body: &Value) -> Value {
     let (head, text) = server.exchange("POST", "/v1/chat/completions", "", &body.to_string());
     let answer: Value = serde_json::from_str(&text).unwrap();
@@ -107,7 +107,7 @@ fn whatever_becomes_of_a_hand_off_there_is_a_whole_answer() {
     first.die();
     answered(&server, &chat());
     assert!(!kinds(&second).contains('a'));
-    // the one for answers dies of one: the other one does all of it
+    // the decode engine dies of one: the other one does all of it
     let (first, second, server) = pair("");
     *second.shared.taking.lock().unwrap() = Mood::CutAfter(0);
     second.set(Mood::CutAfter(0));
@@ -134,7 +134,7 @@ fn a_client_that_leaves_ends_the_prompt_too() {
             std::thread::sleep(Duration::from_millis(5));
         }
     };
-    wait(&|| kinds(&first) == "p", "the prompt is asked for");
+    wait(&|| kinds(&first) == "p", "the prefill request arrives");
     drop(connection);
     wait(&|| first.shared.left.load(Ordering::SeqCst) == 1, "its engine still computes the prompt");
     assert!(second.asked().is_empty());

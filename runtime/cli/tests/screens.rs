@@ -5,7 +5,7 @@ use crate::common::{mixfleet, scratch};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
-/// Commands whose words depend on nothing but the program, the files below, and the one before.
+/// Commands whose output depends only on the program, the files below, and the command before.
 const SHOWN: [&str; 22] = [
     "parts h100",
     "models llama-3.1-8b",
@@ -44,7 +44,7 @@ fn masked(text: &str) -> String {
     let mut shown = String::new();
     let mut chars = text.chars().peekable();
     while let Some(char) = chars.next() {
-        // digits of a name stay, those of a date do not
+        // digits of a name stay, digits of a date do not
         let is_of_name = shown.ends_with(|before: char| before.is_alphanumeric())
             || shown.ends_with('-') && !shown.ends_with("#-");
         if !char.is_ascii_digit() || is_of_name {
@@ -85,7 +85,7 @@ fn subcommands(help: &str) -> Vec<String> {
     listed.filter_map(name).filter(|name| !name.is_empty() && name != "help").collect()
 }
 
-/// The help of a command and of those below it.
+/// The help of a command and of its subcommands.
 fn help(words: &[&str], columns: usize, folder: &Path, all: &mut Vec<String>) {
     let shown = screen(&[words, &["--help"]].concat(), columns, folder);
     let below = subcommands(&shown);

@@ -40,7 +40,7 @@ fn parts_that_share_a_model_answer_as_one_and_take_the_time_of_all() {
         let answer = generate(&["--device", group]).unwrap();
         assert_eq!((&answer["ids"], &answer["placement"]["decode"]), (&one["ids"], &Value::from(&group[..])));
     }
-    // no part of 24 GB holds it, and 8 of them read their shares at the same time
+    // no part of 24 GB holds it, and 8 parts read their shares at the same time
     let big = |device: &str| generate(&["--model", "random:llama-3.1-70b", "--device", device]);
     let four = "(tp:sim:RTX-4090,sim:RTX-4090,sim:RTX-4090,sim:RTX-4090)";
     let answer = big(&format!("pp:{four},{four}")).unwrap();

@@ -11,8 +11,8 @@ const GIB: f64 = (1u64 << 30) as f64;
 const BLOCK_GIB: f64 = 768.0 * 32.0 / GIB;
 
 fn start(model: &str, directory: &str) -> Server {
-    // 6 blocks hold one answer of 132 + 48 tokens; host memory 3, so that a half of it goes to the disk at
-    // once.
+    // 6 blocks hold one answer of 132 + 48 tokens; host memory 3, so that half of it goes to the disk
+    // immediately.
     let [device, dram] = [6.0, 3.0].map(|blocks| (blocks * BLOCK_GIB * 1.001).to_string());
     Server::with(&[
         "--model",

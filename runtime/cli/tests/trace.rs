@@ -99,7 +99,7 @@ fn mistakes_have_their_exit_codes_and_words() {
         assert_eq!(output.status.code(), Some(code), "{arguments:?}: {errors}");
         assert!(errors.contains(words), "{arguments:?}: {errors}");
     }
-    // What does not need the bad line is played.
+    // Parts that do not need the bad line are replayed.
     assert!(trace(&["stats", path, "--limit", "2"]).status.success());
 }
 

@@ -87,7 +87,7 @@ impl FakeCollector {
     }
 }
 
-/// The service that told a span of this name.
+/// The service that reported a span of this name.
 pub(crate) fn service_of(collector: &FakeCollector, name: &str) -> String {
     let came = collector.came.lock().unwrap();
     let has =
@@ -106,7 +106,7 @@ fn fact(span: &Span, name: &str) -> String {
     format!("{:?}", found.unwrap_or_else(|| panic!("no {name}: {span:?}")).value)
 }
 
-/// The request's own span, of a client's trace, and its phases, which are parts of it, one behind the other.
+/// The request's own span, in a client's trace, and its phases as consecutive children.
 pub(crate) fn request_of<'a>(spans: &'a [Span], phases: &[&str]) -> &'a Span {
     let own = spans.iter().find(|span| span.name == "chat_completions").unwrap();
     assert_eq!(hexadecimal(&own.trace_id), CLIENT[3..35]);
@@ -118,7 +118,7 @@ pub(crate) fn request_of<'a>(spans: &'a [Span], phases: &[&str]) -> &'a Span {
         let (Some(span), None) = (its.next(), its.next()) else { panic!("one {phase}: {spans:?}") };
         assert_eq!((&span.trace_id, &span.parent_span_id), (&own.trace_id, &own.span_id), "{phase}");
         assert!(span.start_time_unix_nano <= span.end_time_unix_nano);
-        // both clocks are read for each of them
+        // both clocks are read for each span
         let slack = 5_000_000;
         assert!(span.start_time_unix_nano + slack >= last, "{phase}: {spans:?}");
         assert!(span.end_time_unix_nano <= own.end_time_unix_nano + slack, "{phase}: {spans:?}");
@@ -142,7 +142,7 @@ fn a_request_to_an_engine_is_one_trace_with_the_clients_and_the_engines() {
     assert!(fact(own, "gen_ai.usage.output_tokens").contains('4'));
     let prefill = spans.iter().find(|span| span.name == "prefill").unwrap();
     assert!(fact(prefill, "mixfleet.instance").contains(&fake.address));
-    // three further words came 20 ms apart
+    // three further tokens came 20 ms apart
     let decode = spans.iter().find(|span| span.name == "decode").unwrap();
     assert!(decode.end_time_unix_nano - decode.start_time_unix_nano >= 55_000_000, "{decode:?}");
     let came = fake.asked().pop().unwrap();
@@ -154,7 +154,7 @@ fn a_request_to_an_engine_is_one_trace_with_the_clients_and_the_engines() {
     let before = collector.spans(&["chat_completions"]).len();
     assert_eq!(server.call("POST", "/v1/chat/completions", &header, &body.to_string()).0, 200);
     assert!(fake.asked().pop().unwrap().headers.contains(&CLIENT[..36]));
-    // a request without a trace of its own begins one, behind which the other one's spans would have come
+    // a request without a trace begins one; the other request's spans would have come after it
     assert_eq!(
         server.post("/v1/chat/completions", &json!({"model": "m", "messages": [], "max_tokens": 2})).0,
         200

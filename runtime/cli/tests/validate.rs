@@ -51,7 +51,7 @@ fn a_part_of_the_levels_passes_on_the_cpu_and_leaves_a_folder_that_carries_on() 
 
     let again = validate(&arguments);
     assert_eq!(again.status.code(), Some(2), "an old log is not overwritten: {}", said(&again));
-    // what is done is not done again: the log grows by nothing but the line that ends a torn one
+    // completed cases are not repeated: the log grows by nothing but the line that ends a torn one
     let log = || std::fs::read_to_string(folder.join("log.jsonl")).unwrap();
     let before = log();
     let resumed = validate(&[&arguments[..], &["--resume"]].concat());

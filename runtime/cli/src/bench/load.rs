@@ -13,9 +13,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 pub(super) enum BenchLoad {
-    /// So many clients, requests of all together, and lengths of prompt and answer.
+    /// Number of clients, requests of all together, and lengths of prompt and answer.
     Clients(u32, u32, (u32, u32)),
-    /// Requests at their times, whose prompts have blocks of so many tokens.
+    /// Requests at their times; prompts have blocks of this many tokens.
     Trace(Vec<Request>, u32),
 }
 
@@ -35,7 +35,7 @@ pub(super) struct LoadOutcome {
     tokens: u64,
     ttft_s: Distribution,
     tbt_s: Distribution,
-    /// What went wrong, each as often as it did.
+    /// Errors, with their counts.
     failures: Vec<(String, usize)>,
 }
 
@@ -48,7 +48,7 @@ impl BenchLoad {
         BenchLoad::Trace(requests, block_tokens)
     }
 
-    /// Asks a target all that is to be asked.
+    /// Sends all requests to a target.
     ///
     /// # Errors
     /// When there is nothing to ask.

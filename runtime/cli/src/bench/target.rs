@@ -1,4 +1,4 @@
-//! What is measured: a model on devices of this process, or a server.
+//! The target of a measurement: a model on devices of this process, or a server.
 
 use super::wrong;
 use crate::generate::ReadyModel;
@@ -30,7 +30,7 @@ pub(super) enum BenchTarget {
 pub(super) struct TokenTimes {
     /// Seconds from the request to each piece of the answer.
     pub(super) times_s: Vec<f64>,
-    /// Tokens of the answer, some of which may have come together.
+    /// Tokens of the answer; several may have come together.
     pub(super) tokens: u32,
 }
 
@@ -60,7 +60,7 @@ impl BenchTarget {
         key: Option<&str>,
         model: Option<String>,
     ) -> Result<BenchTarget> {
-        // any server answers as vLLM does to what is asked of it here
+        // every server answers these requests as vLLM does
         let engine = HttpEngine::new(EngineKind::Vllm, address.clone(), key, None).map_err(wrong)?;
         let model = match model {
             Some(model) => model,
@@ -93,13 +93,13 @@ impl BenchTarget {
         ids.start + mixfleet_hal::cast::to_u32(mix(number) % span)
     }
 
-    /// A prompt that nothing was asked before.
+    /// A prompt that has not been used before.
     pub(super) fn prompt(&self, tokens: u32) -> Vec<u32> {
         let prompt = PROMPTS.fetch_add(1, Ordering::Relaxed);
         (0..u64::from(tokens)).map(|token| self.id((prompt << 24) + token + 1)).collect()
     }
 
-    /// Has a prompt answered with so many tokens.
+    /// Runs a prompt with an answer of this many tokens.
     ///
     /// # Errors
     /// Why there is no such answer.

@@ -53,7 +53,7 @@ pub(crate) struct CompareArgs {
     /// Objective: seconds between tokens; batches are no larger than it allows
     #[arg(long, value_name = "S", value_parser = seconds)]
     pub(super) tbt: Option<f64>,
-    /// Most parts that share one copy of the model
+    /// Maximum parts that share one copy of the model
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(super) devices: u32,
     /// Serving engine: mixfleet, vllm, sglang or tensorrt-llm

@@ -81,7 +81,7 @@ impl PartsComparison {
         is_in_doubt(&self.devices[device], self.basis, self.likely_errors[device])
     }
 
-    /// What is said of those devices, if there are any.
+    /// The remark about those devices, if there are any.
     pub(super) fn doubts(&self) -> Option<String> {
         let names: Vec<&str> = (0..self.devices.len())
             .filter(|device| self.is_in_doubt(*device))
@@ -91,7 +91,7 @@ impl PartsComparison {
         let more = if more.is_empty() { String::new() } else { format!(" and {} more", more.len()) };
         (!names.is_empty()).then(|| {
             let some = some.join(", ");
-            format!("unknown how far the times of {some}{more} are off: they come last, whatever they cost")
+            format!("unknown how far the times of {some}{more} are off: they come last, at any price")
         })
     }
 
@@ -107,8 +107,8 @@ impl PartsComparison {
 /// Parts in doubt that are named in a line.
 const DOUBTS_MAX: usize = 4;
 
-/// A part whose kernels nobody measured; where others are compared by more than datasheets, also one whose
-/// error nobody knows.
+/// A part without measured kernels; if others are compared by more than datasheets, also one of unknown
+/// error.
 pub(super) fn is_in_doubt(device: &Compared, basis: Basis, likely: Option<f64>) -> bool {
     let unknown = likely.is_none() && basis != Basis::Datasheet;
     !device.is_measured_for(basis) && (unknown || !device.is_published())

@@ -63,7 +63,7 @@ impl Compared {
 }
 
 impl Compared {
-    /// Whether its own measurements are what a comparison by `basis` rests on.
+    /// Whether its own measurements are the basis of a comparison by `basis`.
     pub(super) fn is_measured_for(&self, basis: Basis) -> bool {
         self.is_measured() && matches!(basis, Basis::Measured | Basis::Mixed)
     }

@@ -11,7 +11,7 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Columns where nobody says how wide the screen is.
+/// Columns if the screen's width is unknown.
 const COLUMNS: usize = 80;
 
 /// Columns of the numbers behind a device's name.

@@ -63,8 +63,8 @@ impl JoinArgs {
         }))
     }
 
-    /// Checks that etcd is local or under TLS: it holds the secret of block hashes, and whoever can write to
-    /// it is a member.
+    /// Checks that etcd is local or under TLS: it holds the secret of block hashes, and write access makes a
+    /// process a member.
     fn check_url(&self, url: &str) -> Result<()> {
         let (scheme, rest) = url.split_once("://").unwrap_or(("", url));
         let host = rest.trim_end_matches('/');

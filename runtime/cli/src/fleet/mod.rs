@@ -74,7 +74,7 @@ pub(crate) struct WorkerArgs {
     /// Address for /live, /health and /metrics [default: none]
     #[arg(long, value_name = "HOST:PORT")]
     listen_http: Option<String>,
-    /// Allow unencrypted RDMA: nobody else can use its network
+    /// Allow unencrypted RDMA, on a network without other users
     #[arg(long)]
     trusted_fabric: bool,
     /// NICs for RDMA [default: the nearest to the devices]

@@ -29,7 +29,7 @@ pub(super) fn check(args: &WorkerArgs) -> Result<()> {
         Err(UsageError(message).into())
     };
     if instances.tiers.kv_dram.is_none() {
-        let message = "--role kv needs --kv-dram GIB, the host memory for KV of others";
+        let message = "--role kv needs --kv-dram GIB, the host memory for other workers' KV";
         return Err(UsageError(message.into()).into());
     }
     match instances {
@@ -52,8 +52,8 @@ pub(super) fn check(args: &WorkerArgs) -> Result<()> {
     }
 }
 
-/// Opens the node's memory, and its disk, with its rent. Half of the memory is then for what goes to the disk
-/// and comes from it.
+/// Opens the node's memory, and its disk, with its rent. With a disk, half of the memory is for transfers to
+/// and from it.
 pub(super) fn open(
     args: &WorkerArgs,
     model: &LoadedModel,

@@ -254,7 +254,7 @@ async fn join_as_worker(
 /// Minimum time between two changes of a record: etcd tells every member of each.
 const RECORD_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Keeps the states in this process's record those that its instances have.
+/// Keeps the states in this process's record equal to those of its instances.
 async fn record_states(mut states: Receiver<BTreeMap<InstanceId, InstanceState>>, record: Sender<Member>) {
     loop {
         {

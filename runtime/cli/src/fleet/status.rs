@@ -35,7 +35,7 @@ async fn members(args: &JoinArgs) -> Result<Members> {
 fn table(members: &Members) -> String {
     let mut text = String::new();
     if members.is_empty() {
-        return "nobody is in this fleet\n".into();
+        return "this fleet has no members\n".into();
     }
     for (name, member) in members.iter() {
         let (name, address, version) =

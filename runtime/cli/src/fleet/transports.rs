@@ -84,7 +84,7 @@ mod rdma {
     ) -> Result<Arc<dyn Transport>, Option<String>> {
         let trusted = args.trusted_fabric;
         let NicChoice { wanted, why } = NicChoice::of(&args.rdma_devices, || located.rdma());
-        // The keys travel under the same certificates as KV over TCP would.
+        // The keys are exchanged under the same certificates as KV over TCP.
         let listen = trusted.then(|| SocketAddr::new(data.ip(), 0));
         let options = VerbsOptions { listen, security, devices: wanted.clone(), ..VerbsOptions::default() };
         let is_default = args.rdma_devices.is_empty() && !wanted.is_empty();
@@ -98,7 +98,7 @@ mod rdma {
         let names: Vec<&str> = devices.iter().map(|(name, _)| name.as_str()).collect();
         if !trusted {
             return Err(Some(format!(
-                "{} is there, but what it carries is not encrypted: --trusted-fabric says that nobody else is on its network",
+                "{} is available, but its traffic is not encrypted: use --trusted-fabric if the network has no other users",
                 names.join(", ")
             )));
         }
@@ -123,7 +123,7 @@ mod rdma {
     }
 
     impl NicChoice {
-        /// Those that are `named`, or else the nearest ones.
+        /// The `named` NICs, or else the nearest ones.
         fn of(named: &[String], nearest: impl FnOnce() -> RdmaChoice) -> Self {
             if !named.is_empty() {
                 return NicChoice { wanted: named.to_vec(), why: "named by --rdma-devices".into() };

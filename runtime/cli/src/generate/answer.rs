@@ -1,4 +1,4 @@
-//! What comes back for a prompt, and when.
+//! The answer to a prompt, with times.
 
 use super::SCHEMA;
 use anyhow::{Result, bail};

@@ -10,10 +10,10 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::path::Path;
 
-/// What was looked at, and what is there or why it is not supported.
+/// A part of a checkpoint, and its content or the reason why it is unsupported.
 type Finding = (&'static str, Result<String, String>);
 
-/// Looks at every part of a checkpoint and says what is not supported.
+/// Checks every part of a checkpoint and reports unsupported ones.
 ///
 /// # Errors
 /// `Failed` if something is not, `UsageError` if there is nothing.
@@ -35,7 +35,7 @@ fn not_served(path: &Path) -> anyhow::Error {
     Failed(format!("{} would not be served", path.display())).into()
 }
 
-/// Prints what was found, in the child.
+/// Prints the findings, in the child.
 ///
 /// # Errors
 /// As [`run`].

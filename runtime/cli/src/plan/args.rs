@@ -11,16 +11,16 @@ use std::path::PathBuf;
 
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
-    /// Models of 'mixfleet models', each with a load of its own
+    /// Models of 'mixfleet models', each with its own load
     #[arg(long, value_name = "NAME,..", value_delimiter = ',', required = true)]
     pub(super) model: Vec<String>,
-    /// Forms of its weights to choose from [default: bf16]
+    /// Dtypes of the weights to choose from [default: bf16]
     #[arg(long, value_name = "DTYPE,..", value_delimiter = ',')]
     pub(super) dtype: Vec<StoredAs>,
     /// The load as a request trace ('mixfleet trace stats' reads it)
     #[arg(long, value_name = "FILE,..", value_delimiter = ',', conflicts_with = "rate")]
     pub(super) trace: Vec<PathBuf>,
-    /// Load by the hour; the dearest counts (docs/reference/plan.md)
+    /// Load by the hour; the costliest hour counts (docs/reference/plan.md)
     #[arg(long, value_name = "CSV,..", value_delimiter = ',', conflicts_with_all = ["rate", "trace"])]
     pub(super) workload: Vec<PathBuf>,
     /// The load as requests per second of one size
@@ -44,16 +44,16 @@ pub(crate) struct PlanArgs {
     /// Offers in place of built-in prices (docs/reference/compare.md)
     #[arg(long, value_name = "CSV")]
     pub(super) prices: Option<PathBuf>,
-    /// Devices there are; columns device_id, count [, region, spot]
+    /// Available devices; columns device_id, count [, region, spot]
     #[arg(long, value_name = "CSV")]
     pub(super) inventory: Option<PathBuf>,
     /// Links between regions; columns from, to, gb_per_s, usd_per_gb
     #[arg(long, value_name = "CSV", requires = "inventory")]
     pub(super) links: Option<PathBuf>,
-    /// Spot offers too, N further instances to each pool of them
+    /// Also use spot offers, with N spare instances per spot pool
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=64))]
     pub(super) spot: Option<u32>,
-    /// The fleet that is owned, which costs nothing more
+    /// A fleet already owned, at no further cost
     #[arg(long, value_name = "FLEET.toml")]
     pub(super) have: Option<PathBuf>,
     /// Parts to choose from [default: all with a price]
@@ -62,7 +62,7 @@ pub(crate) struct PlanArgs {
     /// Serving engine: mixfleet (default), vllm, sglang, tensorrt-llm
     #[arg(long, value_name = "NAME", default_value = "mixfleet", hide_default_value = true, value_parser = engines::find)]
     pub(super) engine: &'static KnownEngine,
-    /// How unlike experts are in popularity [default: 0]
+    /// Skew of the experts' popularity [default: 0]
     #[arg(long, value_name = "SKEW", default_value_t = 0.0, hide_default_value = true, allow_negative_numbers = true, value_parser = skew)]
     pub(super) expert_skew: f32,
     /// Plan for a load higher by this share
@@ -74,28 +74,28 @@ pub(crate) struct PlanArgs {
     /// Network of an instance, each direction [default: 12.5]
     #[arg(long, value_name = "GB/S", default_value_t = InstancePool::NIC_GB_PER_S, hide_default_value = true, value_parser = positive)]
     pub(super) nic: f64,
-    /// Further instances of each pool, in case others fail
+    /// Spare instances of each pool, for failures
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true, value_parser = clap::value_parser!(u32).range(0..=64))]
     pub(super) spares: u32,
     /// Host memory for KV to choose from, GiB an instance
     #[arg(long, value_name = "GIB,..", value_delimiter = ',', requires = "dram_usd", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(super) dram: Vec<u32>,
-    /// Rent of a GiB of it per hour; 0 if a device's rent includes it
+    /// Rent of --dram per GiB and hour; 0 if a device's rent includes it
     #[arg(long, value_name = "USD", requires = "dram", value_parser = usd)]
     pub(super) dram_usd: Option<f64>,
     /// Disk for KV to choose from, beside host memory
     #[arg(long, value_name = "GIB,..", value_delimiter = ',', requires_all = ["dram", "ssd_usd"], value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(super) ssd: Vec<u32>,
-    /// Rent of a GiB of it per hour
+    /// Rent of --ssd per GiB and hour
     #[arg(long, value_name = "USD", requires = "ssd", value_parser = usd)]
     pub(super) ssd_usd: Option<f64>,
-    /// Numbers of KV nodes that have this memory
+    /// Numbers of KV nodes with this memory to choose from
     #[arg(long, value_name = "N,..", value_delimiter = ',', requires = "dram", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(super) kv_nodes: Vec<u32>,
     /// End the simulations after this time
     #[arg(long, value_name = "S", default_value_t = 60.0, value_parser = seconds)]
     pub(super) budget_s: f64,
-    /// Write FLEET.toml and what starts the fleet here
+    /// Write FLEET.toml and the deployment files to this directory
     #[arg(long, value_name = "DIR")]
     pub(super) out: Option<PathBuf>,
     /// Write the plan as an HTML page

@@ -19,7 +19,7 @@ use vllm::VllmFleet;
 /// A file's name, and what stands in it or why it is not written.
 type StartFile = (&'static str, Result<String, String>);
 
-/// Writes what starts `fleet` into `directory`, and says in words what it wrote, or why nothing.
+/// Writes the files that start `fleet` into `directory`, and returns a description, or why there are none.
 pub(super) fn write(planned: &Planned<'_>, fleet: &ProvenFleet, directory: &Path) -> std::io::Result<String> {
     let (header, router) = (header(planned, fleet), router_flags(planned, fleet));
     let files: [StartFile; 3] = match planned.args.engine.name {

@@ -19,7 +19,7 @@ use std::path::Path;
 
 /// Least number of requests that stand for a rate: one in a hundred may miss the objectives.
 const REQUESTS_MIN: f64 = 1000.0;
-/// Most of them: a run should not take minutes.
+/// Maximum number of requests: a run should not take minutes.
 const REQUESTS_MAX: f64 = 50_000.0;
 /// Least time that they span, and as a multiple of how long one may take: a fleet starts empty.
 const SPAN_S_MIN: f64 = 120.0;
@@ -29,7 +29,7 @@ const SPAN_ANSWERS_WARN: f64 = 5.0;
 const HOUR_S: f64 = 3600.0;
 /// Most hours that are planned each for itself.
 const HOURS_MAX: usize = 9000;
-/// Parts of a trace of which the densest ones count in the lower bound.
+/// Number of spans of a trace; the densest ones count in the lower bound.
 const SLOTS: f64 = 64.0;
 
 /// Requests, and what they come to.
@@ -91,7 +91,7 @@ impl<'a> PlanLoadSource<'a> {
     }
 }
 
-/// What is given for each model, or once for all; nothing if it is not given.
+/// A value per model, or one for all; nothing if it is not given.
 fn for_each<'a, T>(models: usize, flag: &str, given: &'a [T]) -> Result<Vec<&'a T>> {
     match given {
         [] => Ok(Vec::new()),
@@ -176,7 +176,7 @@ impl PlanLoad {
         Ok(load)
     }
 
-    /// A load of hours, whose requests are those of the hour that [`PlanLoad::be_of_hour`] chooses.
+    /// A load of hours; its requests are those of the hour chosen by [`PlanLoad::be_of_hour`].
     fn of_workload(args: &PlanArgs, path: &Path) -> Result<Self> {
         let workload = read_workload(path)?;
         let mut tally = LoadTally::default();
@@ -273,7 +273,7 @@ fn rates(requests: &[u64], span_s: f64) -> Vec<f64> {
     requests.iter().map(|count| *count as f64 / span_s).collect()
 }
 
-/// So many requests at a steady rate as show whether a fleet holds.
+/// Number of requests at a steady rate that show whether a fleet holds.
 fn steady(args: &PlanArgs, rate: f64, [prompt_tokens, output_tokens]: [u32; 2]) -> Vec<Request> {
     let answer_s = args.ttft + f64::from(output_tokens) * args.tbt;
     let wanted = rate * (SPAN_ANSWERS * answer_s).max(SPAN_S_MIN);
@@ -302,7 +302,7 @@ fn read_workload(path: &Path) -> Result<Vec<WorkloadHour>> {
         hours.push(row);
     }
     match hours.iter().all(|row| row.requests_per_s == 0.0) || hours.len() > HOURS_MAX {
-        true => Err(anyhow!("{file}: expected up to {HOURS_MAX} hours, and a request in one of them")),
+        true => Err(anyhow!("{file}: expected up to {HOURS_MAX} hours, with at least one request")),
         false => Ok(hours),
     }
 }

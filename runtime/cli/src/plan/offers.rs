@@ -15,7 +15,7 @@ use mixfleet_sim::fleet_file::InstancePool;
 use std::path::Path;
 use tables::Stock;
 
-/// The candidates, and what is none.
+/// The candidates, and the parts that are not.
 #[derive(Clone)]
 pub(super) struct PlanOffers {
     pub(super) parts: Vec<OfferedPart>,
@@ -25,7 +25,7 @@ pub(super) struct PlanOffers {
     pub(super) links: Vec<RegionLink>,
     /// Parts that were asked for or are in stock, and have no offer.
     pub(super) without_offer: Vec<String>,
-    /// Parts with an offer of whose kernels nothing was published, and which nobody named.
+    /// Parts with an offer but without published kernel times, not named in --parts.
     pub(super) without_kernels: Vec<String>,
     pub(super) warnings: Vec<String>,
 }
@@ -59,7 +59,7 @@ impl PlanOffers {
             let own = devices_of(part, &owned);
             for (at, term) in terms(args, part, stock.as_deref()).into_iter().enumerate() {
                 let owned = if at == 0 { own } else { 0 };
-                // a datasheet taken at its word promises more than kernels reach, so that it would always win
+                // a datasheet alone promises more than kernels reach, so that it would always win
                 let named = !args.parts.is_empty() || term.most.is_some() || owned > 0;
                 match price(&term, &list.offers) {
                     Some(_) if !named && part.reached_profile().is_none() => {
@@ -82,7 +82,7 @@ impl PlanOffers {
         }
         if args.have.is_some() && offers.parts.iter().any(|offer| !offer.region.is_empty()) {
             return Err(UsageError(
-                "--have: what is owned has no region; leave the column out of --inventory".into(),
+                "--have: owned devices have no region; omit the column in --inventory".into(),
             )
             .into());
         }
@@ -90,11 +90,10 @@ impl PlanOffers {
         offers.warnings.extend(offers.unlinked());
         if offers.parts.is_empty() {
             let none = match &offers.without_kernels[..] {
-                [] => {
-                    "none of those asked for has an offer; see --prices, --parts and --inventory".to_owned()
-                }
+                [] => "no requested part has an offer; see --prices, --parts and --inventory".to_owned(),
                 ids => format!(
-                    "no kernel times are known of those with an offer; --parts {} takes their datasheets at their word",
+                    "no published kernel times for the parts with an offer; use --parts {} to include them \
+                     by datasheet",
                     ids.join(",")
                 ),
             };
@@ -169,7 +168,7 @@ fn owned_devices(path: &Path) -> Result<Owned> {
     Ok(Owned { devices: owned, said })
 }
 
-/// The offers of a part that a plan asks for, without their prices: those that stay before spot ones.
+/// The offers of a part for a plan, without their prices: on-demand before spot.
 fn terms(args: &PlanArgs, part: &'static Part, stock: Option<&[Stock]>) -> Vec<OfferedPart> {
     let term = |spot: bool, region: &str, most: Option<u32>| OfferedPart {
         spot,
@@ -194,7 +193,7 @@ fn terms(args: &PlanArgs, part: &'static Part, stock: Option<&[Stock]>) -> Vec<O
     terms
 }
 
-/// The price of an offer, by those of a list that are for its region or for all.
+/// The price of an offer, from the rows of a list for its region or for all.
 fn price(term: &OfferedPart, list: &[Offer]) -> Option<Price> {
     let selection = Selection { spot: term.spot, ..Selection::default() };
     if list.is_empty() || term.region.is_empty() {

@@ -94,7 +94,7 @@ fn write_files(planned: &Planned<'_>, market: &Market) -> Result<Option<String>>
     Ok(started)
 }
 
-/// What may be rented for a model, and what it carries of a load.
+/// The rentable instances for a model, and the load that each carries.
 pub(super) fn market(
     args: &PlanArgs,
     model: &'static KnownModel,

@@ -11,7 +11,7 @@ use mixfleet_planner::order::{cheapest_order, take_from_stock};
 use serde_json::json;
 use std::io::Write;
 
-/// Plans each model and prints the plans in the order that was asked for.
+/// Plans each model and prints the plans in the requested order.
 pub(super) fn run(args: &PlanArgs, wanted: Vec<ModelWanted>, offers: &PlanOffers) -> Result<()> {
     if args.html.is_some() {
         return Err(UsageError("--html: a page has one model; plan them one by one".into()).into());

@@ -1,4 +1,4 @@
-//! Implements `mixfleet profile check`: whether a file is a profile, and what is wrong with it if not.
+//! Implements `mixfleet profile check`: whether a file is a profile, and its faults if not.
 
 use crate::failure::Failed;
 use crate::screen;
@@ -23,7 +23,7 @@ pub(super) struct CheckArgs {
 /// Errors that are printed.
 const SHOWN_MAX: usize = 20;
 
-/// What is known about a file.
+/// The verdict on a file.
 struct FileVerdict {
     /// The schema that it names.
     schema: String,
@@ -91,7 +91,7 @@ fn judge(text: &str) -> FileVerdict {
         }
     };
     let Conformance { errors: deviations, unknown } = conform(&schema, &document);
-    let unknown = unknown.iter().map(|field| format!("{field} is unknown, and nobody reads it"));
+    let unknown = unknown.iter().map(|field| format!("{field} is unknown and ignored"));
     let (mut errors, mut warnings) = (Vec::new(), Vec::new());
     let mut holds = String::new();
     match read {
@@ -167,7 +167,7 @@ mod tests {
         let unknown = changed("colour", Some("red".into()));
         assert_eq!(
             (unknown.errors.len(), &unknown.warnings[..]),
-            (0, &["colour is unknown, and nobody reads it".into()][..])
+            (0, &["colour is unknown and ignored".into()][..])
         );
         let error = &changed("memory", Some("much".into())).errors[0];
         assert!(error.contains("memory is \"much\"; expected a value of type number"), "{error}");

@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 
 #[derive(Debug, Args)]
 pub(super) struct ImportArgs {
-    /// Whose tables: aiconfigurator (a file or a directory of *_perf.parquet, .txt or .csv) or llmservingsim
+    /// Source of the tables: aiconfigurator (a file or a directory of *_perf.parquet, .txt or .csv) or llmservingsim
     /// (a directory with dense.csv, per_sequence.csv and attention.csv)
     #[arg(long, value_name = "PROJECT", hide_possible_values = true)]
     from: ImportSource,
@@ -70,7 +70,7 @@ enum ImportKind {
     Engine,
 }
 
-/// What was imported, for the output.
+/// A summary of the import, for the output.
 struct Imported {
     text: String,
     device: String,

@@ -49,7 +49,7 @@ pub(crate) struct SimulateArgs {
     /// Routers that share the requests [default: the file's, or 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(Routing::COUNT_MAX)))]
     pub(super) routers: Option<u32>,
-    /// Simulate one instance more of each pool too, and name the best
+    /// Also simulate one more instance of each pool, and name the best
     #[arg(long, conflicts_with = "capacity")]
     pub(super) add: bool,
     /// Find the highest --speedup that meets the SLO for this share of requests [default: 0.99]

@@ -45,7 +45,7 @@ impl RequestSource {
 }
 
 impl<'a> OpenedFleet<'a> {
-    /// Reads the fleet at `path`, whose rents are those of `prices` if there is a list.
+    /// Reads the fleet at `path`, with rents from `prices` if there is a list.
     pub(super) fn open(
         args: &'a SimulateArgs,
         path: &Path,
@@ -101,7 +101,7 @@ impl<'a> OpenedFleet<'a> {
                 refused.insert(request.id);
                 return None;
             }
-            // nobody waits for an answer that never comes
+            // no client waits for an answer that never comes
             if let Some(turn) = &mut request.session {
                 turn.after = turn.after.filter(|before| !refused.contains(before));
             }
@@ -129,14 +129,14 @@ impl<'a> OpenedFleet<'a> {
 fn setup(args: &SimulateArgs, scheduling: &SchedulingArgs, file: &FleetFile) -> Result<Setup> {
     let mut choices = scheduling.choices()?;
     if args.against.is_some() {
-        // What was recorded was served.
+        // Recorded requests were served.
         choices.admission = Admission::None;
     }
     let mut setup = Setup::new(file, choices);
     setup.fleet.drop_at_decode = scheduling.drop_late;
     setup.fleet.wait_usd_per_s = scheduling.wait_usd_per_s;
     setup.fleet.kv_weight = scheduling.kv_weight;
-    // what is simulated takes what is predicted, unless a slowdown says otherwise
+    // the simulation uses predicted times, unless a slowdown says otherwise
     setup.fleet.trial_share = scheduling.trial_share.unwrap_or(0.0);
     setup.routers.count = args.routers.unwrap_or(setup.routers.count);
     Ok(setup)

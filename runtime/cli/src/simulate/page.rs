@@ -65,7 +65,7 @@ fn tiles(body: &mut Html, subject: &Subject<'_>) {
             tiles.push(("rent per hour".into(), format!("${usd:.2}"), "of the whole fleet".into()));
         }
         tiles.push(("rent".into(), format!("${:.2}", r.usd_rent), per_million(rent)));
-        tiles.push(("of it used".into(), format!("${:.2}", r.usd_busy), per_million(busy)));
+        tiles.push(("busy rent".into(), format!("${:.2}", r.usd_busy), per_million(busy)));
     }
     body.tiles(&tiles);
 }
@@ -80,7 +80,7 @@ fn time_axis(ended_s: f64) -> (f64, PlotAxis) {
     (unit_s, PlotAxis { label, unit: "", scale: Scale::Linear })
 }
 
-/// What a curve shows of each pool: a word before the pool's name, and the value.
+/// A pool's value in a curve: a label before the pool's name, and the value.
 type CurveValue<'a> = (&'a str, &'a dyn Fn(&HistoryPoint) -> f64);
 
 fn over_time(body: &mut Html, subject: &Subject<'_>) {
@@ -287,7 +287,7 @@ fn pools(body: &mut Html, subject: &Subject<'_>) {
         "decode s",
         "of its resources",
         "rent $",
-        "of it used $",
+        "busy rent $",
         "times from",
     ];
     body.table(&head, &rows);

@@ -39,7 +39,7 @@ pub(crate) fn run(args: &SimulateArgs) -> Result<()> {
     }
 }
 
-/// Simulates one fleet, and writes and prints what is asked for.
+/// Simulates one fleet, and writes and prints the requested results.
 fn one(fleet: &OpenedFleet<'_>) -> Result<()> {
     let OpenedFleet { args, setup, .. } = fleet;
     let start = std::time::Instant::now();
@@ -124,10 +124,10 @@ pub(super) fn good_per_usd(fleet: &OpenedFleet<'_>, r: &Results) -> Option<f64> 
     is_priced.then(|| r.requests.saturating_sub(r.missed) as f64 / r.usd_rent)
 }
 
-/// What is said of a load without requests.
+/// The message about a load without requests.
 pub(super) const NO_REQUEST: &str = "there is no request to simulate: the trace is empty";
 
-/// Refuses the results of a load of which no request fits into the model's context.
+/// Refuses the results of a load if no request fits into the model's context.
 fn check_context(results: &Results, context: Option<u32>) -> Result<()> {
     let beyond = results.rejected.get(BEYOND_CONTEXT).copied().unwrap_or(0);
     let Some(context) = context.filter(|_| beyond > 0 && beyond == results.requests) else { return Ok(()) };
@@ -135,7 +135,7 @@ fn check_context(results: &Results, context: Option<u32>) -> Result<()> {
     Err(Failed(message).into())
 }
 
-/// Refuses the results of a fleet that can serve no request of the load, whatever its speed.
+/// Refuses the results of a fleet that can serve no request of the load at any speed.
 pub(super) fn check_served(results: &Results, unmet: &Unmet) -> Result<()> {
     if results.requests == 0 {
         return Err(Failed(NO_REQUEST.into()).into());

@@ -29,7 +29,7 @@ pub(super) struct SimulationSubject {
     pub(super) policy: String,
     pub(super) admission: String,
     pub(super) objectives: String,
-    /// The list that the rents are from; `None` for those of the fleet file and built-in ones.
+    /// The list of rents; `None` if they are the fleet file's and built-in ones.
     pub(super) prices: Option<String>,
     /// Rent of the fleet; `None` if the price of a pool is not known.
     pub(super) usd_per_hour: Option<f64>,

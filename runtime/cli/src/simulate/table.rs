@@ -101,12 +101,12 @@ pub(super) fn table(simulated: &SimulationSubject, r: &Results, unmet: &Unmet) -
     }
     if let Some(sent) = &r.replicated {
         let (gb, dropped) = (sent.bytes / 1e9, sent.dropped);
-        line("of it ahead", format!("{gb:.1} GB, {} prefixes copied, {dropped} dropped", sent.copies));
+        line("copied ahead", format!("{gb:.1} GB, {} prefixes copied, {dropped} dropped", sent.copies));
     }
     if r.usd_rent > 0.0 {
         let per_hour = simulated.usd_per_hour.map_or(String::new(), |usd| format!("${usd:.2} per hour: "));
         line("rent", format!("{per_hour}${:.2}, {}", r.usd_rent, per_million(r.usd_rent_per_million_tokens)));
-        line("of it used", format!("${:.2}, {}", r.usd_busy, per_million(r.usd_busy_per_million_tokens)));
+        line("busy rent", format!("${:.2}, {}", r.usd_busy, per_million(r.usd_busy_per_million_tokens)));
     }
     line("bottleneck", Bottleneck::of(r).map_or_else(|| NONE.into(), |found| found.text()));
     line("simulated time", format!("{:.0} s", r.simulated_s));

@@ -10,7 +10,7 @@ struct Missed {
     count: u64,
     /// The lengths of their prompts, least and most.
     prompt_tokens: Option<(u32, u32)>,
-    /// The best that one of them got or was to get, in seconds; for memory the most tokens that one needs.
+    /// The best result for one of them, in seconds; for memory the most tokens that one needs.
     best: Option<f64>,
 }
 
@@ -97,7 +97,7 @@ impl Unmet {
         ))
     }
 
-    /// What was missed, by which requests, in words.
+    /// A description of the missed objectives, with the numbers of requests.
     pub(super) fn text(&self) -> Vec<String> {
         let objective = |of: fn(&Slo) -> f64| {
             self.slo.as_ref().map_or_else(String::new, |slo| format!(", of {} s", of(slo)))

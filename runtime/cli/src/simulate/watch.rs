@@ -15,7 +15,7 @@ pub(super) struct RunWatch {
     pub(super) interval_s: f64,
     /// The run ends once this is out of reach.
     pub(super) goal: Option<Goal>,
-    /// The times of all answers, if something asks for them.
+    /// The times of all answers, if an output needs them.
     pub(super) answers: Option<Vec<AnswerTimes>>,
     pub(super) unmet: Unmet,
 }

@@ -191,7 +191,7 @@ pub(super) fn repairs(stats: &Stats) -> Vec<(u64, &'static str)> {
     let mut repairs = vec![
         (reordered, "requests were out of order and put in place"),
         (empty_outputs, "answers of no token count as one token"),
-        (unknown_thinks, "think times are not told and taken from the gap between arrivals"),
+        (unknown_thinks, "unknown think times are taken from the gap between arrivals"),
     ];
     repairs.retain(|(count, _)| *count > 0);
     repairs

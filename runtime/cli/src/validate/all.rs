@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// One device and what became of it: a report, or why there is none.
+/// One device and its outcome: a report, or why there is none.
 struct DeviceOutcome {
     device: String,
     folder: PathBuf,
@@ -60,7 +60,7 @@ pub(super) fn run(args: &RunArgs, devices: Vec<String>) -> Result<()> {
     }
     eprintln!("the reports of {} go to {}", devices.join(", "), folder.display());
     let cancelled = Arc::<AtomicBool>::default();
-    cancel_on_interrupt(cancelled.clone(), "stopping, with reports of what was run");
+    cancel_on_interrupt(cancelled.clone(), "stopping, with reports of the completed cases");
     let here = facts::HostFacts::read();
     let examination = Examination {
         part: None,
@@ -176,7 +176,7 @@ fn summary_page(rows: &[DeviceOutcome], began_at: &str) -> String {
         &rows.iter().map(line).collect::<Vec<_>>(),
     );
     body.paragraph(
-        "All devices worked at once, except that no other one did while one of them was measured (L3 to L5).",
+        "All devices ran concurrently, except while one of them was measured (L3 to L5).",
     );
     page("Validation of all devices", began_at, &body)
 }

@@ -44,7 +44,7 @@ impl Examination<'_> {
         let looked = runner::run(&identity, start, &[], &mut |_| {});
         if let (None, [case]) = (&looked.device, &looked.cases[..])
             && case.status == CaseStatus::NotRun
-            // a child has seen that this does not crash, and why is told here in its own kind
+            // a child has shown that this does not crash, and here its error is reported in its own type
             && let Err(error) = backends::open(&plan.device)
         {
             return Err(error);

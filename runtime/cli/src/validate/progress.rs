@@ -1,4 +1,4 @@
-//! What is told while a validation runs.
+//! Progress messages of a validation.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::cast::to_u32;
@@ -23,8 +23,8 @@ pub(super) struct Bar {
     points: u32,
 }
 
-/// What is under way: the case, how many of its group have ended of how many, and how long the others will
-/// take if they take as long as those.
+/// The running case, how many of its group have ended out of how many, and the remaining time at the average
+/// so far.
 fn under_way(id: &str, ended: u32, of: Option<u32>, elapsed: Duration) -> String {
     let Some(of) = of.filter(|of| *of >= ended) else {
         return format!("{id} (after {ended} of its group)");

@@ -15,7 +15,7 @@ const SUMS: &str = "SHA256SUMS";
 const SIGNATURE: &str = "SHA256SUMS.minisig";
 /// Maximum size of a file of a report: a log of a long run has some tens of megabytes.
 const FILE_BYTES_MAX: u64 = 4 << 30;
-/// Where the password of a key comes from if nobody can be asked for it.
+/// Source of a key's password without a terminal.
 const PASSWORD: &str = "MIXFLEET_SIGN_PASSWORD";
 /// Characters of the last line of a signature: 64 bytes in base64.
 const LAST_LINE: usize = 88;
@@ -24,7 +24,7 @@ const LAST_LINE: usize = 88;
 pub(super) struct VerifyArgs {
     /// The report's folder
     folder: PathBuf,
-    /// The signer's public key: a file of minisign, or the key itself (RW...)
+    /// The signer's public key: a minisign file, or the key itself (RW...)
     #[arg(long, value_name = "PUBLIC")]
     key: String,
     /// Print JSON
@@ -36,7 +36,7 @@ pub(super) struct VerifyArgs {
 pub(super) struct Signer(SecretKey);
 
 impl Signer {
-    /// Reads a secret key of minisign, and asks for its password if it has one.
+    /// Reads a secret key of minisign, and prompts for its password if it has one.
     pub(super) fn open(file: &Path) -> Result<Signer> {
         let text = mixfleet_hal::files::read_text(file);
         let text =
@@ -82,7 +82,7 @@ fn public(key: &str) -> Result<PublicKey> {
     match mixfleet_hal::files::read_text(Path::new(key)) {
         Ok(text) => Ok(of_file(text).map_err(wrong)?),
         Err(_) if key.starts_with("RW") => Ok(PublicKey::from_base64(key).map_err(wrong)?),
-        Err(error) => bail!(UsageError(format!("--key {key} is neither a file ({error}) nor a public key"))),
+        Err(error) => bail!(UsageError(format!("--key {key} is not a file ({error}) and not a public key"))),
     }
 }
 
@@ -116,7 +116,7 @@ pub(super) fn verify(args: &VerifyArgs) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a folder with files that were not signed: whoever looks at the folder takes them for signed.
+/// Refuses a folder with unsigned files: a reader would take them for signed.
 fn check_unlisted(folder: &Path, listed: &[&str]) -> Result<()> {
     let failed = || format!("cannot read {}", folder.display());
     for entry in std::fs::read_dir(folder).with_context(failed)? {
@@ -134,7 +134,7 @@ fn check_unlisted(folder: &Path, listed: &[&str]) -> Result<()> {
 
 /// Returns the comment that was signed with the bytes.
 fn signed_with(key: &PublicKey, bytes: &[u8], signature: &str) -> Result<String, String> {
-    // the library takes the last line in whatever length
+    // the library accepts the last line at any length
     if signature.lines().nth(3).is_none_or(|line| line.trim().len() != LAST_LINE) {
         return Err("is no signature of minisign: its fourth line is not one of 64 bytes".to_owned());
     }

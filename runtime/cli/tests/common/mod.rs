@@ -24,7 +24,7 @@ pub(crate) fn fixtures() -> Vec<PathBuf> {
     all_fixtures().into_iter().filter(|path| ModelConfig::open(path).is_ok()).collect()
 }
 
-/// The fixture checkpoint of this name, which is one of those that are served.
+/// The fixture checkpoint of this name, one of the served ones.
 pub(crate) fn fixture(name: &str) -> PathBuf {
     let mut served = all_fixtures().into_iter();
     served.find(|path| path.ends_with(name)).unwrap_or_else(|| panic!("there is no fixture '{name}'"))
@@ -123,7 +123,7 @@ thread_local! {
     };
 }
 
-/// An empty directory for the test that this thread runs, which goes with it.
+/// An empty directory for this thread's test, removed with it.
 pub(crate) fn scratch(name: &str) -> PathBuf {
     let directory = HOME.with(|home| home.0.join(name));
     let _ = std::fs::remove_dir_all(&directory);
@@ -131,8 +131,8 @@ pub(crate) fn scratch(name: &str) -> PathBuf {
     directory
 }
 
-/// The directory of calibrations and other caches: that of a run of all tests, each of which is a process
-/// that would measure every device anew; without nextest, of this test alone.
+/// The directory of calibrations and other caches: shared by a run of all tests, each of which is a process
+/// that would otherwise measure every device; without nextest, for this test alone.
 fn cache() -> PathBuf {
     match std::env::var("NEXTEST_RUN_ID") {
         Ok(run) => Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("cache-{run}")),

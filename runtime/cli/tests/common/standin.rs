@@ -1,6 +1,6 @@
-//! Checkpoints that stand in for the fixtures where a clone has none beside it: generated, of the same
-//! shapes, with what the float64 forward pass says of them as golden outputs. `runtime/tests/naive.rs` holds
-//! that pass to another one.
+//! Generated checkpoints that replace the fixtures if a clone has none beside it: of the same shapes, with
+//! the outputs of the float64 forward pass as golden outputs. `runtime/tests/naive.rs` checks that pass
+//! against another one.
 
 use mixfleet_hal::DType;
 use mixfleet_runtime::model::{Checkpoint, Oracle, RandomCheckpoint};

@@ -1,4 +1,4 @@
-//! Members of a fleet whose logs nobody reads any more.
+//! Members of a fleet whose logs are no longer read.
 
 use super::{LONG, ProcessFleet, get, stream};
 use crate::common;
@@ -18,7 +18,7 @@ fn a_router_and_a_worker_outlive_the_readers_of_their_logs() {
         line.split("address=").nth(1).unwrap().split_whitespace().next().unwrap().replace('"', "");
     worker.says("joined");
     let (mut router, of_router) = fleet.router();
-    // the thread that reads a log ends with the next line that nobody takes
+    // the thread that reads a log ends with the next line that is not received
     (worker.log, router.log) = (mpsc::channel().1, mpsc::channel().1);
     let case: Value = common::golden(&fleet.model)["cases"][0].clone();
     let deadline = Instant::now() + LONG;

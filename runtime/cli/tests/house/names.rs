@@ -14,7 +14,7 @@ const HOMONYMS: &[(&str, &str)] = &[
     ("Result", "each crate has one; it is written with its crate or module"),
 ];
 
-/// How many types have each other name that is not of one alone. No more than one of them is public.
+/// Number of types for each other name that several types have. At most one of them is public.
 const REPEATED: &[(&str, usize)] = &[
     ("Active", 2),
     ("Answer", 3),
@@ -115,7 +115,7 @@ fn declared_type(line: &str) -> Option<(bool, &str)> {
 /// Where the types of a name are declared.
 #[derive(Default)]
 struct Places {
-    /// Those that are public.
+    /// The public ones.
     public: Vec<String>,
     all: Vec<String>,
 }

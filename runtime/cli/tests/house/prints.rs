@@ -1,5 +1,5 @@
-//! Nothing that serves prints by itself: a print panics once its reader has left, and waits while nobody
-//! reads.
+//! Nothing that serves prints by itself: a print panics once its reader has left, and blocks on an unread
+//! pipe.
 
 use super::{assert_none, is_product, sources};
 

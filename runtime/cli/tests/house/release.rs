@@ -10,7 +10,7 @@ const UNPUBLISHED: &[(&str, &str)] = &[("mixfleet-fuzz", "test code only: no oth
 const KEYWORDS_MAX: usize = 5;
 const KEYWORD_CHARS_MAX: usize = 20;
 
-/// What is missing in the manifest of `package`.
+/// Fields missing in the manifest of `package`.
 fn complaints(package: &Package) -> Vec<String> {
     let mut missing = Vec::new();
     let published = package.publish.as_ref().is_none_or(|registries| !registries.is_empty());
@@ -122,5 +122,5 @@ fn the_changelog_begins_with_this_version() {
     let version = env!("CARGO_PKG_VERSION");
     assert!(newest.starts_with(version), "the first heading is not {version}");
     let lines = newest.lines().count();
-    assert!(lines <= CHANGES_MAX, "{version} has {lines} lines: merge those that users need not tell apart");
+    assert!(lines <= CHANGES_MAX, "{version} has {lines} lines: merge lines that users need not distinguish");
 }

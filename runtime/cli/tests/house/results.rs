@@ -49,7 +49,7 @@ fn table_cells(line: &str) -> Vec<&str> {
     inner.strip_suffix('|').unwrap_or(inner).split('|').map(str::trim).collect()
 }
 
-/// The row in a line of the table of claims, or what is wrong with its form.
+/// The row in a line of the table of claims, or its fault.
 fn claimed_row(line: &str) -> Result<Claimed<'_>, String> {
     let [claim, today, command, _machine, date, _limit, page, code] = table_cells(line)[..] else {
         return Err(format!("not eight cells: {line}"));
@@ -141,7 +141,7 @@ fn git_output(arguments: &[&str]) -> Option<String> {
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// Prints rows and fails for none: what has changed need not have changed the number.
+/// Prints rows and fails for none: a change need not have changed the number.
 #[test]
 fn claims_older_than_their_code_are_printed() {
     if git_output(&["rev-parse", "--is-shallow-repository"]).as_deref() != Some("false") {

@@ -1,4 +1,5 @@
-//! How much product code each crate has: a table of budgets that only fall, unless a commit argues.
+//! Limits the amount of product code of each crate: a table of budgets that only fall, unless a commit
+//! argues.
 
 use super::{ROOMS, assert_none, is_product, sources};
 use std::collections::BTreeMap;
@@ -26,7 +27,7 @@ const LINES: &[(&str, usize)] = &[
     ("scheduler", 16_292),
 ];
 
-/// One in so many lines that went is left to grow again before the budget must fall.
+/// One in this many removed lines may grow again before the budget must fall.
 const SLACK: usize = 50;
 
 fn code_lines(text: &str) -> usize {
@@ -42,7 +43,7 @@ fn crate_of(path: &str) -> Option<&'static str> {
     directories.filter(leads).max_by_key(|directory| directory.len())
 }
 
-/// What is wrong with a crate's number of lines.
+/// The fault of a crate's number of lines.
 fn complaint(directory: &str, lines: usize, budget: usize) -> Option<String> {
     let advice = if lines > budget {
         "take out what it replaces, or raise the budget in a commit whose body says what the lines bring"

@@ -1,4 +1,4 @@
-//! No tuple patterns in parameters: a pair that travels together is a struct with names.
+//! No tuple patterns in parameters: a pair that is passed together is a struct with names.
 
 use super::{assert_none, is_product, shrink, sources};
 use std::collections::BTreeMap;
@@ -72,7 +72,7 @@ fn code(text: &str) -> String {
     product.lines().map(|line| line.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
 }
 
-/// Returns the length of what is before the bracket that closes the one at the start of `code`.
+/// Returns the length of the text before the bracket that closes the one at the start of `code`.
 fn to_closing(code: &str, open: char, close: char) -> Option<usize> {
     let mut depth = 0;
     let mut before = ' ';

@@ -1,4 +1,4 @@
-//! How much unsafe code each crate has: a table that changes only together with an argument.
+//! Limits the amount of unsafe code of each crate: a table that changes only together with an argument.
 
 use super::{assert_none, sources};
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ const UNSAFE: &[(&str, usize)] = &[
     ("backends/wire", 91),
 ];
 
-/// What the keyword begins; elsewhere the word is a part of a name or of a text.
+/// Texts that follow the keyword; elsewhere it is a part of a name or of a text.
 const BEGINNINGS: &[&str] = &["{", "fn ", "impl", "extern", "trait "];
 
 /// The unsafe items that a source file declares, comments apart.

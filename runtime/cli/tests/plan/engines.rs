@@ -9,12 +9,12 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Stdio;
 
-/// The words behind each `flag` of a command.
+/// The values of each `flag` of a command.
 fn of<'a>(words: &'a [String], flag: &str) -> Vec<&'a str> {
     words.windows(2).filter(|pair| pair[0] == flag).map(|pair| pair[1].as_str()).collect()
 }
 
-/// Plans for vLLM, and gives the first fleet, the gateway's command and those of the engines.
+/// Plans for vLLM, and returns the first fleet, the gateway's command and the engines' commands.
 fn written(out: &Path, more: &[&str]) -> (Value, Vec<String>, Vec<Vec<String>>) {
     let files = ["--engine", "vllm", "--out", out.to_str().unwrap()];
     let document = planned(&STEADY, &[&files, more].concat());
@@ -76,7 +76,7 @@ fn what_a_plan_for_vllm_writes_starts_a_gateway_that_answers_by_its_engines() {
         assert_eq!((status, &answer["choices"][0]["text"]), (200, &json!("w0 w1 ")), "{answer}");
     }
     assert_eq!(server.call("POST", "/v1/completions", "", &body).0, 401, "clients send the key");
-    // of a request that two of them share, the one that answers
+    // of a request that two engines share, the one that answers
     let is_canary =
         |body: &Value| body["cache_salt"].as_str().is_some_and(|salt| salt.starts_with("canary-"));
     let is_answer = |body: &Value| {
@@ -85,7 +85,7 @@ fn what_a_plan_for_vllm_writes_starts_a_gateway_that_answers_by_its_engines() {
     };
     let answered = |fake: &FakeEngine| fake.asked().iter().filter(|came| is_answer(&came.body)).count();
     assert_eq!(fakes.iter().map(answered).sum::<usize>(), 8);
-    // rents are those of the plan, so that placement is in the dollars that it counted
+    // rents are those of the plan, so that placement uses the planned dollars
     let usd = |word: &&str| -> f64 {
         let rest = word.split_once(",usd=").unwrap().1;
         rest.split(',').next().unwrap().parse().unwrap()
@@ -93,7 +93,7 @@ fn what_a_plan_for_vllm_writes_starts_a_gateway_that_answers_by_its_engines() {
     let rent: f64 = told.iter().map(usd).sum();
     assert!((rent - number(&fleet["usd_per_hour"])).abs() < 1e-6, "{told:?}");
 
-    // what the file says of an engine is believed by nobody who can know better
+    // the file's statement about an engine is not trusted if the engine can be queried
     for (from, to, says) in [
         (",part=", ",part=X", "the catalog has no such part"),
         (",usd=", ",usd=-", "no price"),
@@ -125,7 +125,7 @@ fn what_pods_are_told_is_what_containers_of_one_machine_are() {
     let pods = std::fs::read_to_string(out.join("engines.yaml")).unwrap();
     let commands = lists(&pods, "args:");
     assert_eq!(commands.len(), 1 + pools(&fleet).len(), "{pods}");
-    // all but addresses: where the gateway and engines listen, and who is whose
+    // everything but addresses: where the gateway and engines listen, and the pairing
     let apart = |words: &[String]| {
         let mut words = words.to_vec();
         words.retain(|word| word != "--json" && !word.starts_with('{'));
@@ -145,7 +145,7 @@ fn what_pods_are_told_is_what_containers_of_one_machine_are() {
             assert_eq!(apart(words), apart(engines.next().unwrap()));
         }
         assert!(words.ends_with(&["fp8".to_owned()]) || words.contains(&"fp8".to_owned()), "{words:?}");
-        // the address of each pod is one of those that the gateway asks
+        // each pod's address is one of the gateway's engines
         let name = format!("mixfleet-{}-{}", pool["role"].as_str().unwrap(), pool["part"].as_str().unwrap());
         let first = format!("vllm:http://{}-0.mixfleet-engines:8000", name.to_lowercase());
         assert!(of(&commands[0], "--worker-engine").iter().any(|word| word.starts_with(&first)), "{pods}");

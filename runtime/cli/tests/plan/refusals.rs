@@ -1,4 +1,4 @@
-//! What cannot be planned, and what is told then.
+//! Requests that cannot be planned, and their errors.
 
 use super::{STEADY, fails, number, run, write};
 use crate::common::mixfleet;
@@ -65,7 +65,7 @@ fn mistakes_are_usage_errors_that_say_what_to_do() {
     fails(
         &run(&STEADY[..13], &["--prices", &prices]),
         2,
-        &["no kernel times are known", "--parts V100-SXM2-16GB"],
+        &["no published kernel times", "--parts V100-SXM2-16GB"],
     );
     let stock = write(&directory, "stock.csv", "device_id,count\nL40S,many\n");
     fails(&run(&STEADY, &["--inventory", &stock]), 3, &["stock.csv:2", "device_id and count"]);

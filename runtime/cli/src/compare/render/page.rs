@@ -7,7 +7,7 @@ use mixfleet_report::bars::{BarRow, Bars};
 use mixfleet_report::html::{Html, TableCell, Tone};
 use mixfleet_scheduler::classes::{Classified, Job};
 
-/// Bars of a chart: those of the cheapest parts; the table has all.
+/// Maximum number of bars of a chart, for the cheapest parts; the table has all.
 const BARS_MAX: usize = 24;
 
 /// Renders the page.

@@ -8,7 +8,7 @@ use mixfleet_hal::units::{GB, UsdPerHour};
 use mixfleet_scheduler::classes::{Classified, DeviceClass, Job, Standing};
 use std::io::Write;
 
-/// Number of devices beyond which only those that are cheapest at something are described in words.
+/// Number of devices beyond which only those that are cheapest at something are described.
 const WORDS_MAX: usize = 8;
 /// Ids of parts in a line.
 const IDS_PER_LINE: usize = 6;

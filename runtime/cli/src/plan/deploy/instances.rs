@@ -1,4 +1,4 @@
-//! An instance of a planned pool as a worker is told of it.
+//! An instance of a planned pool, as arguments of a worker.
 
 use crate::notation::Sharing;
 use mixfleet_scheduler::cost::Lending;
@@ -21,20 +21,20 @@ pub(super) fn backend(vendor: &str) -> Option<(&'static str, &'static str)> {
 /// Devices in a host, beyond which an instance has members in others.
 pub(super) const HOST_DEVICES_MAX: u32 = 8;
 
-/// An instance as a worker is told of it.
+/// An instance, as arguments of a worker.
 #[derive(Clone, Debug)]
 pub(super) struct WorkerDevice {
     /// As `--device` takes it.
     pub(super) selector: String,
     pub(super) usd_per_hour: f64,
-    /// Those of its devices that are its own, in their order.
+    /// The instance's exclusive devices, in order.
     own: Vec<String>,
 }
 
 /// The next devices of a part, by its index and their number, as `--device` takes each.
 pub(super) type TakeDevices<'a> = dyn FnMut(usize, u32) -> Result<Vec<String>, String> + 'a;
 
-/// The devices of a part on a machine, numbered on from those that were `taken` of each backend.
+/// The devices of a part on a machine, numbered after those already `taken` of each backend.
 ///
 /// # Errors
 /// When no backend drives the part.
@@ -61,7 +61,7 @@ pub(super) fn own_backend(part: &OfferedPart) -> Result<(&'static str, &'static 
 /// The instances of some pools, by pool, each with the devices that `take` gives.
 ///
 /// # Errors
-/// Those of `take`, and what the engine does not run.
+/// Those of `take`, and layouts that the engine does not run.
 pub(super) fn instances(
     parts: &[OfferedPart],
     pools: &[PlannedPool],
@@ -77,8 +77,8 @@ pub(super) fn instances(
                 Some(at) => {
                     let lending = Lending::of(pools[at].count, pool.count);
                     let lenders = lending.lenders_of(number);
-                    // those that compute prompts stand before those that decode
-                    let known = all.get(at).ok_or("who lends stands after who borrows")?;
+                    // prefill pools come before decode pools
+                    let known = all.get(at).ok_or("a lending pool comes after its borrower")?;
                     lenders.flat_map(|lender| known[lender as usize].own.clone()).collect()
                 }
             };
@@ -89,7 +89,7 @@ pub(super) fn instances(
     Ok(all)
 }
 
-/// An instance of a pool, for which the devices `lent` attend beside its own.
+/// An instance of a pool, with the `lent` devices that also run attention for it.
 fn instance(
     parts: &[OfferedPart],
     pool: &PlannedPool,
@@ -137,7 +137,7 @@ fn joined(sharing: Sharing, devices: Vec<String>) -> String {
     }
 }
 
-/// A word of a line of shell.
+/// An argument of a shell command.
 pub(super) fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,".contains(c);
     if word.chars().all(is_plain) { word.to_owned() } else { format!("'{word}'") }

@@ -16,7 +16,7 @@ use std::fmt::Write as _;
 
 /// The workers of Kubernetes that others are made after.
 const WORKER: &str = include_str!("worker.yaml");
-/// The port of a worker; those of the devices that a host lends follow it.
+/// The port of a worker; the devices that a host lends have the following ones.
 const PORT: u32 = 7000;
 
 /// A planned fleet of mixfleet's own engine.
@@ -26,7 +26,7 @@ pub(super) struct OwnFleet<'a> {
     /// The shape of the model.
     pub(super) shape: ModelShape,
     pub(super) tiers: &'a PlannedTiers,
-    /// What was planned, in words.
+    /// A description of the plan.
     pub(super) header: String,
     /// The objectives and the policy, as `router` takes them.
     pub(super) router: Vec<String>,
@@ -40,7 +40,7 @@ struct Hosts {
     /// Devices that were taken of the last host, in all and of each backend.
     devices: u32,
     taken: BTreeMap<&'static str, u32>,
-    /// The devices that others than the first lend: host, device and port.
+    /// The devices lent by hosts other than the first: host, device and port.
     lent: Vec<(u32, String, u32)>,
 }
 
@@ -80,8 +80,8 @@ impl OwnFleet<'_> {
         [("mixfleet.sh", self.lines()), ("compose.yaml", self.compose()), ("workers.yaml", self.kubernetes())]
     }
 
-    /// The pools whose instances are in one process: all where devices attend for those of another pool, else
-    /// each alone.
+    /// The pools whose instances are in one process: all if devices run attention for another pool, else each
+    /// alone.
     fn processes(&self) -> Vec<&[PlannedPool]> {
         match self.lends() {
             true => vec![self.pools],
@@ -99,7 +99,7 @@ impl OwnFleet<'_> {
         pool.spare.is_some_and(|spare| spare.lender(self.pools).is_some())
     }
 
-    /// The instances of some pools as a worker is told of them, and how their KV is divided.
+    /// The instances of some pools as arguments of a worker, and how their KV is divided.
     fn devices(&self, pools: &[PlannedPool], take: &mut TakeDevices<'_>) -> Result<Vec<String>, String> {
         let mut words = Vec::new();
         for (pool, instances) in pools.iter().zip(instances(self.parts, pools, take)?) {
@@ -122,7 +122,7 @@ impl OwnFleet<'_> {
         apart.or_else(|| self.borrows(pool).then_some(AttnSplit::Request))
     }
 
-    /// What a worker of some pools is told of its tiers, of which disks are in `directory`.
+    /// A worker's arguments for the tiers of some pools, with disks in `directory`.
     fn tier_flags(&self, pools: &[PlannedPool], directory: &str) -> Vec<String> {
         match pools.iter().any(|pool| self.tiers.are_of(pool)) {
             true => self.tier_words(directory),
@@ -209,7 +209,7 @@ impl OwnFleet<'_> {
     /// A deployment for each pool, with a pod for each instance.
     ///
     /// # Errors
-    /// What pods cannot do of it.
+    /// Parts of the plan that pods cannot run.
     #[expect(clippy::too_many_lines, reason = "one document, written out")]
     pub(super) fn kubernetes(&self) -> Result<String, String> {
         self.fault()?;
@@ -234,7 +234,7 @@ impl OwnFleet<'_> {
         for pool in self.pools {
             let mut parts = pool.takes().map(|(part, _)| part);
             if parts.any(|other| other != pool.part) {
-                return Err("a pod's devices are of one part; docs/reference/devices.md says how mixfleet member lends those of other hosts".into());
+                return Err("a pod's devices are of one part; docs/reference/devices.md explains how mixfleet member lends devices of other hosts".into());
             }
             let (id, role) = (self.parts[pool.part].word(), role_of(pool.duty));
             let (_, resource) = own_backend(&self.parts[pool.part])?;
@@ -301,7 +301,7 @@ impl OwnFleet<'_> {
             .map(|(part, _)| parts[part].region.as_str())
             .collect();
         if places.len() > 1 {
-            return Err("its instances are in several regions, each of which has its own machines".into());
+            return Err("its instances are in several regions, and machines do not span regions".into());
         }
         let mut text = format!("# {}\n", self.header);
         text.push_str(
@@ -319,7 +319,7 @@ impl OwnFleet<'_> {
         let mut service = |name: &str, more: &str, words: &[String]| {
             let _ = write!(text, "\n  {name}:\n    <<: *mixfleet\n{more}    command:\n");
             words.iter().for_each(|word| {
-                // in quotes, since a number is no word to Compose
+                // in quotes, since Compose does not accept a number as a string
                 let _ = writeln!(text, "      - {}", serde_json::json!(word));
             });
         };
@@ -352,7 +352,7 @@ impl OwnFleet<'_> {
     }
 }
 
-/// Words of a command, each as a shell reads it.
+/// Arguments of a command, quoted for a shell.
 fn line(words: &[String]) -> String {
     words.iter().map(|word| quoted(word)).collect::<Vec<_>>().join(" ")
 }

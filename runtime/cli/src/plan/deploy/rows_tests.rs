@@ -70,7 +70,7 @@ fn each_row(engine: &str, models: &[&str], mut of: impl FnMut(&Row<'_>)) {
     }
 }
 
-/// What is small enough for a few hosts.
+/// A fleet small enough for a few hosts.
 fn stored(model: &KnownModel) -> Vec<StoredAs> {
     match model.parameters_b > 200.0 {
         true => vec![StoredAs::Quantised(WeightFormat::Fp8)],
@@ -106,7 +106,7 @@ impl Row<'_> {
     }
 }
 
-/// The words of a command, of which none has quotes inside.
+/// The arguments of a command; none contains quotes.
 fn words(line: &str) -> Vec<String> {
     let mut words = vec![String::new()];
     let mut quoted = false;
@@ -151,7 +151,7 @@ fn all_that_is_planned_for_mixfleet_is_written_as_commands_that_it_reads() {
         let selectors: Vec<String> = workers.iter().flat_map(|words| of(words, "--device")).collect();
         let instances: u32 = pools.iter().map(|pool| pool.count).sum();
         assert_eq!(selectors.len() as u32, instances, "{lines}");
-        // every device that a worker has of another host is lent there, and nothing else is
+        // exactly the remote devices of workers are lent
         let mut far: Vec<String> = Vec::new();
         for selector in &selectors {
             let (selector, _) = selector.rsplit_once('=').unwrap();
@@ -187,7 +187,7 @@ fn all_that_is_planned_for_mixfleet_is_written_as_commands_that_it_reads() {
     assert!(rows > 50 && apart > 0 && lends > 0 && large > 0, "{rows} {apart} {lends} {large} {experts}");
 }
 
-/// Parts that nobody names are candidates where kernels are known
+/// Without --parts, candidates are the parts with known kernel times
 /// ([`PlanOffers`](crate::plan::offers::PlanOffers)).
 #[test]
 fn all_parts_that_nobody_must_name_have_a_backend() {

@@ -22,14 +22,14 @@ use std::fmt::Write as _;
 const VLLM: &str = "v0.32.0";
 /// The first port of an instance, where several share one network.
 const PORT_FIRST: u32 = 10_000;
-/// Ports of an instance: its API, those of NIXL from 1, of KV events from 20 and of their replay from 30,
-/// a port a rank.
+/// Ports of an instance: its API, then NIXL from 1 on, KV events from 20 and their replay from 30 on, one
+/// port per rank.
 const PORTS: u32 = 40;
-/// The share of a part's memory that vLLM uses if it is not told.
+/// vLLM's default share of a part's memory.
 const MEMORY_SHARE: f64 = 0.9;
 /// What it needs of that beside weights and KV on each device: activations and recorded steps.
 const WORKSPACE_GB: f64 = 2.0;
-/// Lengths that it is told are multiples of this.
+/// Lengths are rounded to multiples of this.
 const ROUND_TOKENS: u32 = 1024;
 
 /// A planned fleet of vLLM.
@@ -39,7 +39,7 @@ pub(super) struct VllmFleet<'a> {
     /// A known model, by whose name clients ask too.
     pub(super) model: &'a KnownModel,
     pub(super) stored: StoredAs,
-    /// What was planned, in words.
+    /// A description of the plan.
     pub(super) header: String,
     /// The objectives and the policy, as `serve` takes them.
     pub(super) gateway: Vec<String>,
@@ -111,7 +111,7 @@ impl VllmFleet<'_> {
         text.replace(" \n", "\n")
     }
 
-    /// What vLLM is told beside its model, its name and its ports.
+    /// vLLM's arguments beside its model, its name and its ports.
     fn flags(&self, pool: &PlannedPool) -> Vec<String> {
         let mut flags: Vec<String> = Vec::new();
         let mut add = |words: &[&str]| flags.extend(words.iter().map(|&word| word.to_owned()));
@@ -168,7 +168,7 @@ impl VllmFleet<'_> {
         (bounded < self.model.context).then_some(bounded)
     }
 
-    /// All that vLLM is told behind `vllm serve`, with the checkpoint at `/model`.
+    /// All arguments after `vllm serve`, with the checkpoint at `/model`.
     fn command(&self, pool: &PlannedPool, listens: &str, port: u32) -> Vec<String> {
         let [api, events, replay] = [port, port + 20, port + 30].map(|port| port.to_string());
         let kv_events = json!({
@@ -192,7 +192,7 @@ impl VllmFleet<'_> {
         first.into_iter().chain(self.gateway.iter().cloned()).collect()
     }
 
-    /// An instance as the gateway is told of it, with what is `known` of its pool.
+    /// An instance as an argument of the gateway, with the `known` facts of its pool.
     fn worker_engine(&self, pool: &PlannedPool, known: &str, at: &EngineAt) -> [String; 2] {
         let usd = self.parts[pool.part].usd_per_hour.0 * f64::from(pool.layout.devices);
         let role = match role_of(pool.duty) {
@@ -203,8 +203,8 @@ impl VllmFleet<'_> {
         ["--worker-engine".into(), format!("vllm:http://{host}:{port}{role},usd={usd}{known}")]
     }
 
-    /// What predicts the instances of a pool, as the gateway is told of it; empty where they are measured
-    /// when they come up: stages, experts, and parts whose exchange nobody published.
+    /// The gateway's options that predict the instances of a pool; empty if they are measured at their start:
+    /// stages, experts, and parts without published exchange times.
     fn known(&self, pool: &PlannedPool) -> String {
         let (tp, id) = (pool.layout.devices, self.parts[pool.part].part.id);
         let sharing = if tp > 1 { format!(",tp={tp}") } else { String::new() };
@@ -237,7 +237,7 @@ impl VllmFleet<'_> {
         let places: BTreeSet<&str> =
             self.pools.iter().map(|pool| self.parts[pool.part].region.as_str()).collect();
         if places.len() > 1 {
-            return Err("its instances are in several regions, each of which has its own machines".into());
+            return Err("its instances are in several regions, and machines do not span regions".into());
         }
         let mut gateway = self.serve();
         let mut engines = String::new();
@@ -281,7 +281,7 @@ impl VllmFleet<'_> {
     /// A pod for each instance, and the gateway before them.
     ///
     /// # Errors
-    /// What pods cannot do of it.
+    /// Parts of the plan that pods cannot run.
     pub(super) fn kubernetes(&self) -> Result<String, String> {
         self.fault()?;
         kubernetes::write(self)
@@ -335,7 +335,7 @@ impl VllmImage {
     }
 }
 
-/// Words as a list of a service, each in quotes where Compose would read something else than a word.
+/// Arguments as a list of a service, quoted where Compose would not read a string.
 fn list(key: &str, words: &[String]) -> String {
     let mut text = format!("    {key}:\n");
     words.iter().for_each(|word| {

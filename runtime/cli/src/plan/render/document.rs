@@ -159,7 +159,7 @@ fn attention(planned: &Planned<'_>, pool: &PlannedPool) -> Value {
     })
 }
 
-/// What became of the cheapest fleet of those that `is` is true of, or why there is none.
+/// Outcome for the cheapest fleet that satisfies `is`, or why there is none.
 fn elsewhere(planned: &Planned<'_>, found: &ApartFound, is: fn(&ProvenFleet) -> bool) -> Value {
     let place = planned.outcome.fleets.iter().position(is);
     match found {
@@ -223,7 +223,7 @@ pub(super) fn usd_per_million(planned: &Planned<'_>, fleet: &ProvenFleet) -> [f6
         usd[1] += rent * result.decode_device_s / both;
         all += rent;
     }
-    // of what is owned, nothing is paid
+    // owned devices cost nothing
     let paid = fleet.usd_per_hour / all;
     let load = planned.load;
     [0, 1].map(|at| paid * usd[at] / (load.rate * load.mean_tokens[at] * 3600.0 / 1e6))

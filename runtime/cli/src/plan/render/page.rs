@@ -104,7 +104,7 @@ fn kind(planned: &Planned<'_>, fleet: &FormedFleet) -> String {
     format!("{}{dtype}", all.join(" + "))
 }
 
-/// Which fleet is cheapest at prices of two parts, among those of the parts that were simulated.
+/// The cheapest simulated fleet at each price of two parts.
 fn prices(body: &mut Html, planned: &Planned<'_>, market: &Market, pair: [usize; 2]) {
     let mut series: Vec<Series> = Vec::new();
     for PricedFleet { usd_per_hour: [x, y], fleet } in price_map(market, &planned.outcome.fleets, pair) {

@@ -80,7 +80,7 @@ fn fleets(text: &mut String, planned: &Planned<'_>) {
         );
     }
     if outcome.fleets.iter().skip(1).any(|fleet| fleet.ties_with(&outcome.fleets[0])) {
-        let _ = writeln!(text, "  = is not told from the first within the likely error of its times");
+        let _ = writeln!(text, "  = within model error of #1");
     }
     let _ = writeln!(
         text,
@@ -88,7 +88,7 @@ fn fleets(text: &mut String, planned: &Planned<'_>) {
     );
 }
 
-/// What became of the cheapest fleet of those that `is` is true of.
+/// Outcome for the cheapest fleet that satisfies `is`.
 fn attention(
     planned: &Planned<'_>,
     best: &ProvenFleet,
@@ -162,8 +162,8 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: 
         line(
             "most robust",
             format!(
-                "number {} of those up to 5 % dearer: {load:.1} % meet the objectives with 1.25 times the load, \
-                 {times:.1} % with 1.25 times the times",
+                "#{} (within 5 % of the cheapest): {load:.1} % meet the objectives with 25 % more load, \
+                 {times:.1} % with steps 25 % slower",
                 robust + 1
             ),
         );
@@ -221,7 +221,7 @@ fn nearest_break_evens(planned: &Planned<'_>) -> Vec<String> {
     near.into_iter().take(BREAK_EVENS_MAX).map(|(_, words)| words).collect()
 }
 
-/// What of the owned devices a fleet uses, and what is to be added.
+/// Owned devices that a fleet uses, and devices to add.
 fn changes(planned: &Planned<'_>, fleet: &ProvenFleet) -> Option<String> {
     planned.args.have.as_ref()?;
     let all = document::changes(planned, fleet).into_iter().map(|change| {

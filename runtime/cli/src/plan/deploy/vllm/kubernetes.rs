@@ -85,7 +85,7 @@ fn gateway(arguments: &[String]) -> Result<String, String> {
         ("            - router\n", "          env:\n", arguments.as_str()),
         ("          volumeMounts:\n", "---\n", ""),
         ("      nodeSelector:\n", "      topologySpreadConstraints:\n", ""),
-        // counts of what is under way are each gateway's own
+        // each gateway counts only its own requests in flight
         ("  replicas: 2\n", "  selector:\n", "  replicas: 1\n"),
     ] {
         text = cut(&text, from, to, instead)?;
