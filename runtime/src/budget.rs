@@ -14,8 +14,8 @@ pub const BODY_BYTES_MAX: usize = 64 << 20;
 pub const ANSWER_BYTES_MAX: usize = 128 << 20;
 /// Minimum number of threads that parse, render and tokenise.
 pub const WORK_THREADS_MIN: usize = 2;
-/// Requests that may wait for one of those threads. It equals the number of requests that may be in work,
-/// since many small ones may arrive at once.
+/// Requests that may wait for one of those threads. It equals the number of requests that may be in progress,
+/// since many small ones may arrive together.
 pub const WORK_WAITING_MAX: usize = 512;
 
 /// Descriptors that are never given to clients: KV regions, files of the disk tier, links, etcd, the log.
@@ -107,7 +107,7 @@ impl ByteBudget {
         HeldBytes { budget: self.clone(), party, bytes: 0 }
     }
 
-    /// Bytes that nobody holds.
+    /// Free bytes.
     pub fn left(&self) -> usize {
         self.bytes_max - self.lock().bytes
     }
@@ -221,7 +221,7 @@ mod tests {
         assert_eq!((third.grow(5), third.grow(usize::MAX)), (Ok(()), Err(BudgetError::Budget)));
         drop((other, third));
         assert_eq!(budget.left(), 10);
-        assert!(budget.lock().of.is_empty(), "nothing is kept of who holds nothing");
+        assert!(budget.lock().of.is_empty(), "parties without bytes are not kept");
     }
 
     #[test]

@@ -22,8 +22,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
 
-/// Stack of the threads of workers, of which the system commits only what is used. Grammars are compiled on
-/// them, whose rules may nest deeply.
+/// Stack of worker threads; the system commits only the used part. Grammars are compiled on them, and their
+/// rules may nest deeply.
 pub const WORKER_STACK_BYTES: usize = 64 << 20;
 
 /// A future that the environment runs.
@@ -55,7 +55,7 @@ pub trait Env: Send + Sync {
     /// Runs a task that never blocks.
     fn spawn(&self, task: Task);
 
-    /// Runs a task that may block, on a thread of its own where the environment has threads.
+    /// Runs a task that may block, on a separate thread if the environment has threads.
     ///
     /// # Errors
     /// When the operating system has no thread left; the task is dropped then.

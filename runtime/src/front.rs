@@ -1,7 +1,7 @@
 //! The front of a fleet: what the coordinator and the gateway do alike with clients' requests. It turns what
 //! a request says of itself into an arrival, and has the fleet machine place or reject it.
 //!
-//! Absent: how requests reach instances, and what comes back.
+//! Absent by design: how requests reach instances, and how answers return.
 
 use crate::env::SharedEnv;
 use crate::events::LoggedFleet;
@@ -12,7 +12,7 @@ use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Explanation, Fleet, InstanceId, Objective, PartyId, Pull, RejectReason,
 };
 
-/// The fleet machine with its log, and what is asked of it.
+/// The fleet machine with its log, and the queries to it.
 pub(crate) struct Front {
     env: SharedEnv,
     fleet: LoggedFleet,

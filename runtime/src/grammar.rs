@@ -1,9 +1,9 @@
 //! Answers that follow a grammar: the tokens that may come next, by llguidance.
 //!
-//! A grammar is text from a client, and the library has no bound on the time, memory and stack that compiling
-//! takes. So a grammar passes three gates before it is compiled in a process that serves: cheap bounds on its
+//! A grammar is text from a client, and the library does not bound the time, memory and stack that compiling
+//! takes. So a grammar passes three gates before it is compiled in a serving process: cheap bounds on its
 //! text (`grammar/bounds.rs`), a trial in a child process (`grammar/trial.rs`), and a budget of memory that
-//! parties share. Instances never compile: they take what is compiled, or wait for it without blocking.
+//! parties share. Instances never compile: they take a compiled grammar, or wait for it without blocking.
 
 mod bounds;
 mod library;
@@ -83,12 +83,12 @@ pub(crate) fn owner(party: PartyId) -> Party {
     Party::Tenant(format!("{:016x}", party.0))
 }
 
-/// Whose memory a grammar takes, and who waits for it.
+/// The party whose memory a grammar takes, and its waiting requests.
 #[derive(Clone, Copy)]
 pub struct GrammarClient<'a> {
     /// Compiled grammars are shared within a party only, so that none can spoil another's.
     pub party: &'a Party,
-    /// Whether nobody waits for the result any more.
+    /// Whether the result is no longer awaited.
     pub stopped: &'a dyn Fn() -> bool,
 }
 
@@ -136,10 +136,10 @@ impl Grammars {
     }
 
     /// The beginning of an answer that follows a grammar and ends with one of `end_ids`. It blocks while the
-    /// grammar is compiled: it is for threads that neither serve connections nor drive a device.
+    /// grammar is compiled: call it on threads that neither serve connections nor drive a device.
     ///
     /// # Errors
-    /// What is wrong with the grammar, or why it is not compiled now.
+    /// The fault of the grammar, or why it is not compiled now.
     pub fn begin(
         &self,
         grammar: &Grammar,
@@ -158,7 +158,7 @@ impl Grammars {
         compiled.map(|charged| self.run(charged, end_ids))
     }
 
-    /// Like [`begin`](Self::begin), but only if the end of it is known already: it never blocks for long.
+    /// Like [`begin`](Self::begin), but only if the result is known already: it never blocks for long.
     pub fn begin_known(
         &self,
         grammar: &Grammar,
@@ -173,8 +173,8 @@ impl Grammars {
         Some(outcome.map(|charged| self.run(charged, end_ids)))
     }
 
-    /// Like [`begin`](Self::begin), for an instance: on a thread of its own, of which there are few. What
-    /// cannot be compiled for now is tried again.
+    /// Like [`begin`](Self::begin), for an instance: on one of a few separate threads. A grammar that cannot
+    /// be compiled now is tried again.
     pub fn begin_beside(
         self: Arc<Self>,
         grammar: Grammar,
@@ -194,7 +194,7 @@ impl Grammars {
         })
     }
 
-    /// Like [`begin`](Self::begin), on a thread of its own, of which there are few.
+    /// Like [`begin`](Self::begin), on one of a few separate threads.
     async fn begin_on_thread(
         self: Arc<Self>,
         grammar: &Grammar,
@@ -245,7 +245,7 @@ impl Grammars {
         let library = self.library.get_or_init(|| GrammarCompiler::new(self.words())).as_ref();
         let library = library.map_err(|error| GrammarError::Refused(error.clone()))?;
         let (compiled, mask) = library.compile(grammar).map_err(GrammarError::Refused)?;
-        // an answer that no token can begin is told now, and not after the prompt was computed
+        // an answer that no token can begin is reported now, and not after the prompt was computed
         if mask.is_zero() {
             return Err(GrammarError::Refused("no answer can follow it".into()));
         }

@@ -17,8 +17,7 @@ fn begin(grammars: &Grammars, grammar: &Grammar) -> Result<GrammarRun, GrammarEr
     grammars.begin(grammar, &[END].into(), client)
 }
 
-/// A text of at most `tokens_max` tokens, each of which is drawn from those that are allowed, and whether
-/// it ended.
+/// A text of at most `tokens_max` tokens, each drawn from the allowed ones, and whether it ended.
 fn drawn(run: &mut GrammarRun, tokenizer: &Tokenizer, seed: u64, tokens_max: usize) -> (String, bool) {
     let mut stream = Stream::new(seed);
     let mut output = Vec::new();
@@ -108,7 +107,7 @@ fn an_answer_goes_on_from_its_tokens_and_grammars_do_not_mix() {
     first.follow(&whole).unwrap();
     let only_the_end: Vec<u32> = (0..to_u32(tokenizer.vocab())).filter(|id| *id != END).collect();
     assert_eq!(first.forbidden().unwrap(), only_the_end, "the answer is complete");
-    // a token that is not of the grammar is told, and does not panic
+    // a token outside the grammar is reported, and does not panic
     let wrong = tokenizer.encode_chat("z").unwrap();
     assert!(second.follow(&[&begun[..], &wrong[..]].concat()).is_err());
     assert!(second.forbidden().is_err());
@@ -192,7 +191,7 @@ fn random_schemas_and_texts_end_in_an_answer_or_an_error() {
     }
 }
 
-/// Trials that answer what they are told, and count.
+/// Trials with preset results, and a counter.
 struct Told {
     end: TrialEnd,
     count: Arc<std::sync::atomic::AtomicUsize>,
@@ -249,9 +248,9 @@ fn a_party_has_half_of_the_memory_of_grammars() {
     let said = of_party(&grammars, "c", 0).map(drop).unwrap_err();
     assert!(matches!(&said, GrammarError::Busy(cause) if !cause.contains("this key")), "{said}");
     drop(others);
-    // what nobody uses makes room
+    // unused grammars make room
     drop(of_party(&grammars, "c", 0).unwrap());
     drop(held);
     drop(of_party(&grammars, "a", 5).unwrap());
-    assert!(grammars.memory.left() < COMPILED_BYTES_MAX, "what is compiled stays charged");
+    assert!(grammars.memory.left() < COMPILED_BYTES_MAX, "compiled grammars stay charged");
 }

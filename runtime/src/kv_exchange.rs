@@ -1,13 +1,13 @@
-//! KV between this process and engines of others: blocks of host memory as frames, asked for by token ids.
+//! KV exchange with external engines: blocks of host memory as frames, requested by token ids.
 //!
-//! A frame is a block in the format that the disk tier has (payload, then a trailer with namespace, hash,
-//! XXH3-64 and token ids), with two differences: its namespace is that of the weights, the tokenizer and the
-//! dtype of KV without a secret, and its hash is that of the chain in this namespace. So whoever knows the
+//! A frame is a block in the format of the disk tier (payload, then a trailer with namespace, hash, XXH3-64
+//! and token ids), with two differences: its namespace is that of the weights, the tokenizer and the dtype of
+//! KV without a secret, and its hash is that of the chain in this namespace. So a party that knows the
 //! namespace and the prompt can check that a frame is the block of this prompt in this place, and no key of a
-//! cache leaves the process. The keys under which blocks lie here are computed here from token ids, in the
-//! caller's part of the cache: nobody reads or writes elsewhere.
+//! cache leaves the process. The keys of blocks here are computed here from token ids, in the caller's part
+//! of the cache: no caller reads or writes elsewhere.
 //!
-//! What a frame says of its KV cannot be checked but by computing it: whoever may write is believed.
+//! The KV of a frame can only be checked by computing it: every permitted writer is trusted.
 
 use crate::engine::Identity;
 use crate::metrics::{ExchangeLabels, Metrics};
@@ -21,7 +21,7 @@ use twox_hash::XxHash3_64;
 
 /// What a [`KvExchange`] consists of.
 pub struct KvExchangeParts {
-    /// The address at which engines of others reach this server, as in `http://10.0.0.3:8000`.
+    /// The address at which external engines reach this server, as in `http://10.0.0.3:8000`.
     pub url: String,
     /// The identity in the keys of blocks.
     pub identity: Identity,
@@ -29,13 +29,13 @@ pub struct KvExchangeParts {
     pub layers: u32,
     /// KV of a layer, in blocks.
     pub kv: KvShape,
-    /// The tiers below the instances of this process; what comes goes to the first of them.
+    /// The tiers below the instances of this process; received blocks go to the first of them.
     pub pools: Vec<Pool>,
     /// Where blocks are counted.
     pub metrics: Metrics,
 }
 
-/// The host memory of this process as engines of others see it.
+/// The host memory of this process as external engines see it.
 pub struct KvExchange {
     parts: KvExchangeParts,
     /// Once the digest of the weights is known.
@@ -89,7 +89,7 @@ pub enum KvRefusal {
     #[error("{0}")]
     Damaged(&'static str),
     /// It is intact and has other token ids than the prompt.
-    #[error("its token ids are not those of the prompt in this place")]
+    #[error("its token ids differ from the prompt's at this position")]
     OtherTokens,
     /// The prompt has no such block.
     #[error("the prompt has no such block")]
@@ -171,7 +171,7 @@ impl KvExchange {
         }))
     }
 
-    /// Where another engine finds the KV of a prompt of so many tokens, in the form of vLLM's routers.
+    /// Where another engine finds the KV of a prompt of this many tokens, in the form of vLLM's routers.
     pub fn hand_over(&self, prompt_tokens: usize, cache_salt: Option<&str>) -> Value {
         let block_tokens = self.parts.kv.page_tokens as usize;
         let mut told = json!({
@@ -252,8 +252,8 @@ impl KvExchange {
         }
     }
 
-    /// Ends a write of leading blocks up to `end`: the last one will leave host memory first, and the
-    /// instance learns of them.
+    /// Ends a write of leading blocks up to `end`: the last one will be the first to leave host memory, and
+    /// the instance is notified.
     pub fn settle(&self, prompt: &ExchangePrompt, end: usize) {
         let pool = &self.parts.pools[0];
         let end = end.min(prompt.blocks()).min(pool.dram_slots());

@@ -1,9 +1,9 @@
 //! Carries decisions to devices and answers to clients.
 //!
-//! [`api`] parses and tokenises a request, and the [`engine`] asks the scheduler where to place it, runs
-//! prefill and decode on the devices and streams tokens back; the [`gateway`] has engines of others do that.
-//! [`model`] turns a checkpoint into commands. Time, spawning, network and randomness come from [`mod@env`]
-//! alone.
+//! [`api`] parses and tokenises a request, and the [`engine`] has the scheduler place it, runs prefill and
+//! decode on the devices and streams tokens back; the [`gateway`] relays requests to external engines
+//! instead. [`model`] turns a checkpoint into commands. Time, spawning, network and randomness come from
+//! [`mod@env`] alone.
 //!
 //! Absent: choices of placement or batch (those are the scheduler's), backend names (devices and transports
 //! come in as hal traits), clocks or threads that `env` did not provide.

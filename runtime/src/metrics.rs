@@ -212,8 +212,8 @@ pub struct Metrics {
     /// `mixfleet_request_decode_time_seconds`: first token to the end, where both were seen, per engine
     /// request.
     pub request_decode_time_s: Histogram,
-    /// `mixfleet_predicted_time_to_first_token_seconds`: what was predicted at the placement of each request
-    /// whose first token was seen, from placement on.
+    /// `mixfleet_predicted_time_to_first_token_seconds`: prediction at the placement of each request with a
+    /// first token, from placement on.
     pub predicted_ttft_s: Histogram,
     /// `mixfleet_predicted_inter_token_latency_seconds`: the same of the mean time of a further token.
     pub predicted_tbt_s: Histogram,
@@ -237,23 +237,23 @@ pub struct Metrics {
     pub instances_silent: Counter,
     /// `mixfleet_worker_panics_total`: instances lost to a panic of their worker, by the engine.
     pub worker_panics: Counter,
-    /// `mixfleet_engine_faults_total{device,kind}`: requests that an engine of others did not answer, by kind
+    /// `mixfleet_engine_faults_total{device,kind}`: requests that an external engine did not answer, by kind
     /// of fault, by the gateway.
     pub engine_faults: Family<EngineFaultLabels, Counter>,
     /// `mixfleet_requests_quarantined_total`: requests that were refused because engines or instances had
     /// ended with them.
     pub requests_quarantined: Counter,
-    /// `mixfleet_requests_dropped_total`: requests that were given up once their prompt was computed, because
-    /// their decode instance was too busy by then (`--drop-late`).
+    /// `mixfleet_requests_dropped_total`: requests that were given up after their prompt was computed,
+    /// because their decode instance was too busy (`--drop-late`).
     pub requests_dropped: Counter,
     /// `mixfleet_prefill_dropped_seconds_total`: time from the start of their prompts to its end.
     pub prefill_dropped_s: TimeCounter,
-    /// `mixfleet_engine_resting{device}`: 1 while an engine of others gets no requests because it failed
-    /// several in a row, by the gateway.
+    /// `mixfleet_engine_resting{device}`: 1 while an external engine is suspended because it failed several
+    /// requests in a row, by the gateway.
     pub engine_resting: Family<DeviceLabels, Gauge>,
-    /// `mixfleet_engine_rests_total{device}`: number of such rests, by the gateway.
+    /// `mixfleet_engine_rests_total{device}`: number of such suspensions, by the gateway.
     pub engine_rests: Family<DeviceLabels, Counter>,
-    /// `mixfleet_hand_offs_total{from,to}`: answers of engines of others that began with a prompt's KV from
+    /// `mixfleet_hand_offs_total{from,to}`: answers of external engines that began with a prompt's KV from
     /// another one, by the gateway.
     pub hand_offs: Family<HandOffLabels, Counter>,
     /// `mixfleet_hand_off_failures_total{cause}`: prompts' KV that was not handed over, or not taken over, so
@@ -305,8 +305,8 @@ pub struct Metrics {
     /// `mixfleet_prediction_correction_ratios{device,kind,size}`: factor applied to predictions, learned from
     /// measured times, by the engine; 1 while predictions are within 5 %.
     pub prediction_correction: Family<PredictionLabels, FractionGauge>,
-    /// `mixfleet_prediction_error_ratios{device,kind,correction}`: what a request took over what was
-    /// predicted at its placement, by the engine; 1 is right.
+    /// `mixfleet_prediction_error_ratios{device,kind,correction}`: time of a request over its prediction at
+    /// placement, by the engine; 1 is right.
     pub prediction_error: Family<PredictionErrorLabels, Histogram, fn() -> Histogram>,
     /// `mixfleet_device_degraded{device}`: 1 while its steps take more than four times what the declared part
     /// takes, or less than a quarter.
@@ -350,7 +350,7 @@ pub struct Metrics {
     pub kv_tier_out: Family<TierLabels, Gauge>,
     /// `mixfleet_kv_tier_outages_total{device,tier}`: number of such outages, by the engine.
     pub kv_tier_outages: Family<TierLabels, Counter>,
-    /// `mixfleet_kv_exchange_blocks_total{direction,outcome}`: blocks from and for engines of others.
+    /// `mixfleet_kv_exchange_blocks_total{direction,outcome}`: blocks from and for external engines.
     pub kv_exchange_blocks: Family<ExchangeLabels, Counter>,
     /// `mixfleet_kv_exchange_bytes_total{direction,outcome}`: the same in bytes.
     pub kv_exchange_bytes: Family<ExchangeLabels, Counter>,
@@ -389,7 +389,7 @@ impl Metrics {
         let to = &mut registry;
         Metrics {
             http_responses: plain(to, "http_responses", "Responses begun"),
-            http_refused: plain(to, "http_refused", "Requests refused for who asks"),
+            http_refused: plain(to, "http_refused", "Requests refused by access rules"),
             connections_evicted: plain(to, "connections_evicted", "Connections closed to make room"),
             log_lines_dropped: plain(to, "log_lines_dropped", "Log lines that standard error did not take"),
             requests: plain(to, "requests", "Generation requests ended"),
@@ -444,8 +444,8 @@ impl Metrics {
                 "requests_quarantined",
                 "Requests refused: engines ended with them",
             ),
-            engine_resting: plain(to, "engine_resting", "Whether an engine rests because it fails"),
-            engine_rests: plain(to, "engine_rests", "Rests of an engine because it failed"),
+            engine_resting: plain(to, "engine_resting", "Whether an engine is suspended for failures"),
+            engine_rests: plain(to, "engine_rests", "Suspensions of an engine for failures"),
             hand_offs: plain(to, "hand_offs", "Answers that began with another engine's KV"),
             hand_off_failures: plain(to, "hand_off_failures", "KV of prompts that did not go over"),
             canaries: plain(to, "canaries", "Copies of requests that were compared"),
@@ -472,7 +472,7 @@ impl Metrics {
                 Unit::Ratios,
                 "What predictions of a device are multiplied by",
             ),
-            prediction_error: ratios(to, "prediction_error", "What requests took over what was predicted"),
+            prediction_error: ratios(to, "prediction_error", "Times of requests over their predictions"),
             device_degraded: plain(to, "device_degraded", "Whether a device is not the declared part"),
             device_energy_j: with_unit(to, "device_energy", Unit::Joules, "Energy counter of the device"),
             device_power_w: with_unit(to, "device_power", Unit::Other("watts".into()), "Power draw"),
@@ -493,7 +493,7 @@ impl Metrics {
             kv_tier_blocks: plain(to, "kv_tier_blocks", "KV blocks held below the device"),
             kv_tier_out: plain(to, "kv_tier_out", "Whether a disk below the device is out"),
             kv_tier_outages: plain(to, "kv_tier_outages", "Times that a disk below the device went out"),
-            kv_exchange_blocks: plain(to, "kv_exchange_blocks", "KV blocks from and for engines of others"),
+            kv_exchange_blocks: plain(to, "kv_exchange_blocks", "KV blocks from and for external engines"),
             kv_exchange_bytes: plain(to, "kv_exchange_bytes", "The same in bytes"),
             kv_tier_bad: plain(to, "kv_tier_bad", "KV blocks found damaged below the device"),
             registry: Arc::new(registry),
@@ -519,7 +519,7 @@ impl Metrics {
     /// Gives the metrics that boards for vLLM expect those names too, for this model; the first call counts.
     pub fn name_model(&self, model: &str) {
         self.vllm.get_or_init(|| vllm::registry(self, model));
-        // what has not happened yet is 0 and not absent
+        // events that have not happened yet are 0 and not absent
         for class in 0..3 {
             let labels = ClassLabels::of(class);
             drop(self.prompt_tokens.get_or_create(&labels));
@@ -530,12 +530,12 @@ impl Metrics {
         }
     }
 
-    /// Shares out the rent of devices until now, so that what is idle is counted too.
+    /// Distributes the rent of devices until now, so that idle rent is counted too.
     pub fn settle(&self, now: Seconds) {
         self.meter().settle(now, self);
     }
 
-    /// Takes what an event told the fleet machine, and what it answered.
+    /// Processes an event of the fleet machine, and its actions.
     pub(crate) fn note(&self, now: Seconds, noted: Noted, actions: &[Action]) {
         self.meter().note(now, noted, actions, self);
     }
@@ -610,7 +610,7 @@ impl Metrics {
         }
     }
 
-    /// Records what a request took, and what was predicted of it before and after correction.
+    /// Records a request's times, and their predictions before and after correction.
     pub(crate) fn predicted(&self, device: &str, kind: &'static str, measured_s: f64, predicted_s: [f64; 2]) {
         for (correction, predicted_s) in ["before", "after"].into_iter().zip(predicted_s) {
             let labels = PredictionErrorLabels { device: device.into(), kind, correction };

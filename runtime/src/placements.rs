@@ -70,7 +70,7 @@ impl Placements {
         );
     }
 
-    /// Adds what a request cost, in dollars, to what is shown of it.
+    /// Adds a request's cost, in dollars, to its displayed record.
     pub(crate) fn cost(&self, id: &str, usd: f64) {
         let mut kept = self.lock();
         let Some(number) = kept.numbers.get(id).copied() else { return };

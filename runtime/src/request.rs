@@ -62,7 +62,7 @@ pub struct GenerateRequest {
 }
 
 impl GenerateRequest {
-    /// A request for the most likely tokens behind a prompt, exactly so many.
+    /// A request for exactly this many most likely tokens after a prompt.
     pub fn greedy(id: impl Into<String>, prompt_ids: impl Into<Arc<[u32]>>, max_tokens: u32) -> Self {
         GenerateRequest {
             id: id.into(),
@@ -84,17 +84,17 @@ impl GenerateRequest {
 pub struct Hints {
     /// How soon the answer is wanted, by tier.
     pub tier: ServiceTier,
-    /// It goes ahead of the place that its objectives give it by so much, or behind it if this is below 0.
+    /// Shift of its due time: earlier if positive, later if negative.
     pub head_start: Seconds,
     /// When the answer must be complete; of a flex request the engine's default without one.
     pub deadline: Option<Deadline>,
     /// Tokens that it will probably generate.
     pub output_tokens: Option<u32>,
-    /// Whether the KV of its prompt is copied to host memory before its first token is told, for an engine of
-    /// others that asks for it.
+    /// Whether the KV of its prompt is copied to host memory before its first token is reported, for an
+    /// external engine that requested it.
     #[serde(default)]
     pub keeps_kv: bool,
-    /// The span that what is done for it is part of.
+    /// The parent span of the work for it.
     pub trace: Option<TraceParent>,
 }
 
@@ -111,11 +111,11 @@ impl Hints {
 pub struct Deadline {
     /// On the environment's clock.
     pub at: Seconds,
-    /// Requests of a chain that must all be complete by then: this one and those that follow from it.
+    /// Requests of a chain that must all be complete by then: this one and its dependents.
     pub requests_left: u32,
 }
 
-/// Requests of the tier `priority` go ahead of others that came up to so much before them.
+/// Head start of requests of the tier `priority`.
 const PRIORITY_HEAD_START: Seconds = Seconds(60.0);
 
 /// How soon an answer is wanted, by OpenAI's names.
@@ -127,7 +127,7 @@ pub enum ServiceTier {
     Default,
     /// The answer must be complete by a deadline; until then other requests go first.
     Flex,
-    /// As the fleet's objectives say, and ahead of others.
+    /// As the fleet's objectives say, with a head start.
     Priority,
 }
 
@@ -148,7 +148,7 @@ pub struct Sampling {
     pub presence_penalty: f32,
     /// Subtracted per occurrence from the logits of tokens already generated.
     pub frequency_penalty: f32,
-    /// Added to the logits of some tokens, each of which is named once; not beside a repetition penalty.
+    /// Added to the logits of some tokens, each named once; not together with a repetition penalty.
     pub logit_bias: Arc<[(u32, f32)]>,
     /// Key of the counter-based generator: token i is drawn with (seed, i).
     pub seed: u64,
@@ -248,13 +248,13 @@ pub enum Update {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
-    /// What is at fault.
+    /// The cause.
     pub kind: FailureKind,
     /// A message for the client.
     pub message: String,
 }
 
-/// What is at fault when an answer is not completed.
+/// The cause of an incomplete answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FailureKind {
@@ -321,7 +321,7 @@ impl Rejection {
             | RejectReason::Share { .. }
             | RejectReason::TtftSlo { .. }
             | RejectReason::TbtSlo { .. } => overloaded(retry_after.map_or(1.0, |after| after.0)),
-            // A retry gets as much time again, and by then some of the work ahead is done.
+            // A retry gets the same time again, and by then some of the work ahead is done.
             RejectReason::Deadline { ends_s, deadline_s } => overloaded(ends_s - deadline_s),
             _ => Rejection::Unavailable(reason.to_string()),
         }
@@ -361,7 +361,7 @@ impl EngineHandle {
         EngineHandle { drops_late, ..self }
     }
 
-    /// Whether an accepted request may be given up once its prompt is computed, because its decode instance
+    /// Whether an accepted request may be given up after its prompt was computed, because its decode instance
     /// is too busy by then.
     pub fn drops_late(&self) -> bool {
         self.drops_late

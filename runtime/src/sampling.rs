@@ -131,8 +131,8 @@ impl Penalties {
     }
 }
 
-/// Draws the next token from `logits [vocab]`, but none of `forbidden`. `logprobs` asks for log-probabilities
-/// under the raw distribution: the drawn token's and that many best ones'.
+/// Draws the next token from `logits [vocab]`, but none of `forbidden`. `logprobs` requests log-probabilities
+/// under the raw distribution: the drawn token's and those of this many best ones.
 ///
 /// # Errors
 /// When a logit is NaN or +infinity, or no token has a logit above -infinity.

@@ -1,7 +1,7 @@
 //! What becomes of a request, as spans of a trace: one of the request, one of each of its phases.
 //!
-//! Spans are told when they have ended, with their times. A process that was given nowhere to send them
-//! records none, and passes the context that a client sent on.
+//! Spans are reported when they have ended, with their times. A process without a collector records none, and
+//! passes on the context that a client sent.
 
 use crate::env::Env;
 use mixfleet_hal::units::Seconds;
@@ -98,7 +98,7 @@ pub struct EndedSpan {
     pub from: Seconds,
     /// Its end, since 1970.
     pub until: Seconds,
-    /// What is known of it.
+    /// Its known attributes.
     pub facts: SpanFacts,
     /// Why it failed, if it did.
     pub failed: Option<String>,
@@ -123,7 +123,7 @@ impl fmt::Debug for Traces {
     }
 }
 
-/// A request's own span, under way.
+/// A request's own span, in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RequestTrace {
     pub(crate) own: TraceParent,
@@ -137,7 +137,7 @@ impl Traces {
         let _ = self.0.set(sink);
     }
 
-    /// Begins the span of a request, whose client sent `header`. None if nothing of it is passed on either.
+    /// Begins the span of a request, whose client sent `header`. None if no context is passed on either.
     pub(crate) fn begin(&self, env: &dyn Env, header: Option<&str>) -> Option<RequestTrace> {
         let client = header.and_then(TraceParent::read);
         let Some(sink) = self.0.get() else {

@@ -39,9 +39,7 @@ fn attention(model: &KnownModel, shape: &ModelShape, context: u64) -> f64 {
 fn a_decode_step_has_the_arithmetic_and_kv_that_step_3_lists() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/measured/step3_cost_table.csv");
     if !path.exists() {
-        eprintln!(
-            "SKIPPED: ../shared/data/measured/step3_cost_table.csv is absent; nothing compared"
-        );
+        eprintln!("SKIPPED: ../shared/data/measured/step3_cost_table.csv is absent; nothing compared");
         return;
     }
     let text = std::fs::read_to_string(&path).expect("readable");

@@ -217,7 +217,12 @@ fn main() -> Result<()> {
             return Ok(());
         }
         Some("lend") => lend(&at(1).unwrap_or_else(here)),
-        Some("to") => return measure(&at(1).expect("the address of the lender"), &at(2).expect("the address of the echo process")),
+        Some("to") => {
+            return measure(
+                &at(1).expect("the address of the lender"),
+                &at(2).expect("the address of the echo process"),
+            );
+        }
         _ => {}
     }
     measure_beside([here(), here()])?;

@@ -202,13 +202,7 @@ fn curves(body: &mut Html, document: &ProfileDocument) {
         }
         _ => None,
     });
-    figure(
-        body,
-        tokens,
-        flops,
-        &prefill,
-        "Prefill attention by new tokens, at several context lengths.",
-    );
+    figure(body, tokens, flops, &prefill, "Prefill attention by new tokens, at several context lengths.");
     let links = gather(document, |p, work, seconds| {
         let name = match work {
             WorkItem::HostToDevice(_) => "host to device",

@@ -60,9 +60,7 @@ fn verdict(body: &mut Html, report: &Validation) {
             (Tone::Warn, "PASSED WITH WAIVERS: something is wrong, and the vendor's waivers let it through.")
         }
         ValidationVerdict::Fail => (Tone::Bad, "FAIL: something is wrong."),
-        ValidationVerdict::Incomplete => {
-            (Tone::Warn, "INCOMPLETE: a requested case could not run.")
-        }
+        ValidationVerdict::Incomplete => (Tone::Warn, "INCOMPLETE: a requested case could not run."),
         ValidationVerdict::Partial if waived => {
             (Tone::Warn, "PARTIAL: only some cases were requested, and failures among them were waived.")
         }

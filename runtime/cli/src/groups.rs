@@ -215,7 +215,9 @@ fn alike_members(group: &WrittenGroup) -> Result<Alike, String> {
     let one = all[0];
     let count = to_u32(all.len());
     if count < 2 || all.iter().any(|other| (other.0.id, other.1, other.2) != (one.0.id, one.1, one.2)) {
-        return Err(format!("'{text}' must name two or more equal members: the same part, and the same number"));
+        return Err(format!(
+            "'{text}' must name two or more equal members: the same part, and the same number"
+        ));
     }
     match (group.sharing, one) {
         (Sharing::Stages, (part, per_stage, 1, dilation)) => Ok((part, per_stage, count, dilation)),

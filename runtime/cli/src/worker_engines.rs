@@ -153,10 +153,7 @@ impl std::str::FromStr for WorkerEngine {
             return Err("a prediction needs part or profile, and shape, the name of a known model".into());
         }
         if engine.instances.is_some() && engine.kv_events.as_deref().is_some_and(|events| events != "off") {
-            return Err(
-                "engines behind one name report the source of their KV events: omit kv-events"
-                    .into(),
-            );
+            return Err("engines behind one name report the source of their KV events: omit kv-events".into());
         }
         engine.kv_events_at()?;
         Ok(engine)
@@ -281,9 +278,11 @@ impl WorkerEngine {
             (None, None) => return Ok(None),
         };
         if self.tp != 1 && all_reduce.is_none() {
-            return Err(
-                UsageError(format!("tp={}: the exchange time of this many devices is unknown", self.tp)).into()
-            );
+            return Err(UsageError(format!(
+                "tp={}: the exchange time of this many devices is unknown",
+                self.tp
+            ))
+            .into());
         }
         whole.check_split(self.tp).map_err(|cause| UsageError(format!("tp={}: {cause}", self.tp)))?;
         let name = if self.kind == EngineKind::Vllm { "vllm" } else { "mixfleet" };

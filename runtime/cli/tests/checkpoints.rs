@@ -106,7 +106,7 @@ fn a_checkpoint_cut_under_a_server_ends_requests_with_an_error_and_not_the_serve
     assert_eq!(status(&server, "/live"), 200);
     // Not now, and not once the device that failed has been tried again.
     assert_ne!(status(&server, "/health"), 200);
-    server.wait_for("it is asked again");
+    server.wait_for("retrying with backoff");
     assert_ne!(status(&server, "/health"), 200);
     assert_eq!(server.child.try_wait().unwrap(), None, "it lives");
     server.signal();

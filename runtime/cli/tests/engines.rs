@@ -221,7 +221,7 @@ fn an_engine_that_fails_again_and_again_rests_and_that_is_shown() {
         assert!(answer.contains(&counted(2)), "{answer}");
         last = head.lines().find_map(|line| line.strip_prefix("x-request-id: ")).unwrap().to_owned();
     }
-    server.wait_for("fails again and again");
+    server.wait_for("suspended after repeated failures");
     let (_, explanation) = server.call("GET", &format!("/debug/placement/{last}"), "", "");
     let explanation: Value = serde_json::from_str(&explanation).unwrap();
     assert_eq!(explanation["failed"], json!([format!("vllm:{}", bad.address)]), "{explanation}");

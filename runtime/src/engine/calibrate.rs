@@ -26,7 +26,7 @@ pub const SCHEMA: &str = "mixfleet.calibration/2";
 /// Runs of a list by the time that one takes at most; a longer one runs twice. The shortest counts, since
 /// other work of the machine only adds time: the first may compile kernels for seconds.
 const RUNS: (Seconds, u32) = (Seconds(0.01), 4);
-/// A list of which the first run takes so long runs once.
+/// A list with a first run longer than this runs once.
 const LONG: Seconds = Seconds(30.0);
 /// How long is measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -204,7 +204,7 @@ impl Points<'_> {
     }
 
     /// The times of pairs of two axes, those of the first knots of the second axis first, until the budget is
-    /// spent. The smallest size of each context is always among them, and says how it grows with contexts; so
+    /// spent. The smallest size of each context is always among them, and gives the growth with context; so
     /// is `needed` with the first context.
     fn points(
         &self,
@@ -230,7 +230,7 @@ impl Points<'_> {
     }
 }
 
-/// Those of `all` from `least` to `most`, and `most`.
+/// The values of `all` from `least` to `most`, and `most`.
 fn knots(all: &[u32], least: u32, most: u32) -> Vec<u32> {
     let mut knots: Vec<u32> = all.iter().copied().filter(|knot| (least..most).contains(knot)).collect();
     knots.push(most.max(least));

@@ -1,6 +1,6 @@
 //! Validation of orders before anything acts on them.
 //!
-//! Routers and peers are other processes, one of which may be broken or hostile: an invalid order is refused.
+//! Routers and peers are other processes, which may be broken or hostile: an invalid order is refused.
 
 use super::messages::{HandOff, Job, Lacking};
 use super::worker::Worker;
@@ -24,7 +24,7 @@ const LOGPROBS_MAX: u32 = 1 << 10;
 /// Why a KV node takes no request.
 const NOTHING_COMPUTED: &str = "nothing is computed here: this is a KV node";
 
-/// Refuses what does not hold, with the reason.
+/// Refuses an order if a condition does not hold, with the reason.
 macro_rules! require {
     ($holds:expr, $($reason:tt)*) => {
         if !$holds {
@@ -34,7 +34,7 @@ macro_rules! require {
 }
 
 impl Worker {
-    /// Checks that this instance can carry out a job, of which `tokens` must fit here.
+    /// Checks that this instance can carry out a job, for which `tokens` must fit here.
     ///
     /// # Errors
     /// `Invalid` with the reason.
@@ -77,7 +77,7 @@ impl Worker {
         require!(to.to != self.id, "KV is to be sent to where it is");
         let regions = landing.regions.len();
         require!((1..=REGIONS_MAX).contains(&regions), "{} names no memory to write to", to.to);
-        require!(DType::KV.contains(&to.wire), "KV does not travel as {}", to.wire);
+        require!(DType::KV.contains(&to.wire), "KV is not transferred as {}", to.wire);
         let (slots, slot_bytes) = (landing.slots, landing.slot_bytes);
         let all_bytes = slot_bytes.checked_mul(slots.into()).filter(|&all| all <= LANDING_BYTES_MAX);
         let token_bytes = self.kv.layer_bytes(1, to.wire);

@@ -38,7 +38,7 @@ impl GrammarWait {
         GrammarWait { grammars, parked: HashMap::new(), sender, compiled }
     }
 
-    /// Returns an order that can be carried out now, with the grammar that it asks for; none if it is parked.
+    /// Returns an order that can be carried out now, with its grammar; none if it is parked.
     pub(super) fn admit(&mut self, order: Order, env: &SharedEnv) -> Option<(Order, Option<BegunGrammar>)> {
         let Some(job) = drawing_job(&order) else { return Some((order, None)) };
         let Some(grammar) = &job.wanted.grammar else { return Some((order, None)) };

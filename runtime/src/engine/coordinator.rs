@@ -69,7 +69,7 @@ pub(super) struct Tracked {
     pub(super) urgency: Urgency,
     /// Predicted time at which its KV is where it decodes.
     pub(super) ready: Seconds,
-    /// When the client was told that work on it began.
+    /// When the client got the notice that work on it began.
     pub(super) started_at: Option<Seconds>,
     placed_at: Seconds,
     /// Time at which its instances were last given an order.
@@ -137,9 +137,9 @@ pub(super) struct Coordinator {
     pub(super) unplaced: BTreeMap<RequestId, Seconds>,
     /// Requests that may have ended instances.
     pub(super) quarantine: Quarantine,
-    /// What other routers told of instances that are up here.
+    /// Other routers' reports about instances that are up here.
     pub(super) rumours: VecDeque<EndNotice>,
-    /// Those that clients sent again while others are tried.
+    /// Requests that clients sent again while others are tried.
     pub(super) held: VecDeque<Submission>,
     pub(super) links: KvLinks,
     /// Start of the environment in seconds since 1970: instances order the requests of all routers by one
@@ -185,7 +185,7 @@ impl Coordinator {
         actions
     }
 
-    /// Has a request placed or rejected, and what goes with it done; `tokens` are all that it has by now.
+    /// Places or rejects a request, and carries out the consequences; `tokens` are all tokens so far.
     pub(super) fn decide(
         &mut self,
         arrival: Arrival,

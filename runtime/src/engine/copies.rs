@@ -1,10 +1,10 @@
 //! Copies of hot prefixes ahead of demand, and of complete answers to KV nodes, which are sent like pulled
 //! prefixes.
 //!
-//! The fleet machine asks for a copy when a request with the prefix arrives, or when one is complete. The
-//! receiver makes room for it as for flex requests, the holder sends what it still has, and what lands stays
-//! in the receiver's cache. A copy that fails is dropped and not retried: the fleet machine forgets a copy
-//! that does not arrive.
+//! The fleet machine orders a copy when a request with the prefix arrives, or when one is complete. The
+//! receiver makes room for it as for flex requests, the holder sends as much as it still has, and the
+//! received part stays in the receiver's cache. A copy that fails is dropped and not retried: the fleet
+//! machine forgets a copy that does not arrive.
 
 use super::coordinator::{Coordinator, Tracked};
 use super::transfers::Transferred;
@@ -16,8 +16,8 @@ use mixfleet_scheduler::transfer::PrefixSource;
 use std::sync::Arc;
 
 impl Coordinator {
-    /// Offers the KV of a complete answer, which `instance` has, to KV nodes, and starts the copy that one of
-    /// them takes.
+    /// Offers the KV of a complete answer on `instance` to KV nodes, and starts the copy that one of them
+    /// accepts.
     pub(super) fn offer(&mut self, request: RequestId, instance: InstanceId, tracked: &Tracked) {
         if !self.front.machine().has_kv_node() {
             return;
@@ -38,7 +38,7 @@ impl Coordinator {
             let Some(block_tokens) = self.instances.get(&to).map(|receiver| receiver.block_tokens) else {
                 continue;
             };
-            // The whole prefix is named; what the receiver has of it is not sent.
+            // The whole prefix is named; the part that the receiver has is not sent.
             let tokens = hashes.len() * block_tokens as usize;
             let Some(prefix) = text.get(..tokens) else { continue };
             let request = self.front.next_request();

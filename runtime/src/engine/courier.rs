@@ -50,7 +50,7 @@ impl HandOffLimits {
 pub struct Links {
     /// The transports, best first.
     pub transports: Vec<Arc<dyn Transport>>,
-    /// Allocates memory that all of them can access.
+    /// Allocates memory that all transports can access.
     pub make_region: Arc<MakeRegion>,
 }
 
@@ -61,11 +61,11 @@ pub(super) struct Courier {
     pinner: Arc<Pinner>,
     /// Outboxes and connections, by receiver.
     routes: BTreeMap<InstanceId, Route>,
-    /// Parcels in transit to slots of an older landing, reported as failed.
+    /// Pieces in flight to slots of an older landing, reported as failed.
     stranded: Vec<(InstanceId, Parcel)>,
 }
 
-/// The result of sending a parcel.
+/// The result of sending a piece.
 pub(super) enum Sent {
     /// It is in the receiver's slot.
     Landed(Parcel),

@@ -49,7 +49,7 @@ fn ends(ours: Links, theirs: Links) -> (Courier, Landings) {
     (Courier::new(ours, LIMITS, pinner()), Landings::new(theirs, LIMITS, pinner()))
 }
 
-/// Sends `bytes` from `here` to `there` and returns what became of it, with what lies in the slot.
+/// Sends `bytes` from `here` to `there` and returns the outcome, with the slot's content.
 fn send(here: &mut Courier, there: &mut Landings, bytes: [u8; 8], now: f64) -> (Vec<Sent>, [u8; 8], u64) {
     let device = ReferenceDevice::named("device");
     let from = device.alloc(8, BufferUsage::Staging).unwrap();

@@ -26,7 +26,7 @@ impl Coverage {
         before.is_some_and(|(_, &end)| end >= tokens.end)
     }
 
-    /// Records landed tokens, some of which may have landed before.
+    /// Records landed tokens; some may have landed before.
     pub(super) fn add(&mut self, layer: u32, tokens: Range<u32>) {
         let ranges = &mut self.layers[layer as usize];
         let Range { mut start, mut end } = tokens;

@@ -11,7 +11,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 pub(crate) struct Inboxes {
     /// The inbox for orders; none if the instance takes no orders from this process.
     pub(crate) orders: Option<MessageSender<ToWorker>>,
-    /// The inbox for peers' messages; none if nothing here exchanges KV with it.
+    /// The inbox for peers' messages; none if no instance here exchanges KV with it.
     pub(crate) words: Option<MessageSender<FromPeer>>,
 }
 

@@ -19,7 +19,7 @@ impl HealthWatch {
         HealthWatch { labels: DeviceLabels { device }, metrics, next: Seconds::ZERO }
     }
 
-    /// Counts a step of so many tokens that ended at `now`, and reads the sensors once a second at most.
+    /// Counts a step of this many tokens that ended at `now`, and reads the sensors once a second at most.
     pub(super) fn stepped(&mut self, tokens: u64, now: Seconds, health: impl FnOnce() -> Health) {
         self.metrics.device_steps.get_or_create(&self.labels).inc();
         self.metrics.device_tokens.get_or_create(&self.labels).inc_by(tokens);

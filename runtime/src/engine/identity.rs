@@ -43,7 +43,7 @@ impl Identity {
         )
     }
 
-    /// Hashes the blocks of KV of dtype `kv` for those who name the same salt.
+    /// Hashes the blocks of KV of dtype `kv`, shared by all requests with the same salt.
     pub(crate) fn hasher(&self, kv_dtype: DType, cache_salt: Option<String>) -> PrefixHasher {
         let Identity { model_digest, tokenizer_digest, secret } = self;
         let namespace = Namespace {

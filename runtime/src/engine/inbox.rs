@@ -107,7 +107,7 @@ impl Worker {
                     Ok(()) => self.lend(&job, until, to)?,
                     Err(error) => {
                         let Job { request, attempt, .. } = job;
-                        tracing::warn!(request, %error, "a prefix is not lent");
+                        tracing::warn!(request, %error, "prefix not lent");
                         self.sender.tell_lent(to.to, request, attempt, 0);
                         self.release_sent()?;
                     }

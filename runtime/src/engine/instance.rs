@@ -39,8 +39,8 @@ mod predicted;
 /// Time that an instance may take between two steps, in addition to the steps.
 const SILENCE_SPARE: Seconds = Seconds(30.0);
 
-/// The micro-batches of a step of prompts over stages of layers, all of which it passes before the next step
-/// begins: of so many, little time passes in which stages wait.
+/// Number of micro-batches of a step of prompts over pipeline stages; the step passes all stages before the
+/// next one begins. 16 micro-batches keep the pipeline bubble small.
 const MICRO_BATCHES: u32 = 16;
 /// The least tokens of a micro-batch.
 const MICRO_BATCH_MIN: u32 = 16;
@@ -128,7 +128,7 @@ impl InstanceLimits {
     }
 }
 
-/// Number of blocks of so many tokens that a device's KV memory, given with the dtype of KV, holds.
+/// Number of blocks of this many tokens that fit into a device's KV memory, given the dtype of KV.
 fn blocks(
     device: &dyn Device,
     config: &ModelConfig,
@@ -174,7 +174,7 @@ impl Loaded {
         price: Option<UsdPerHour>,
         limits: InstanceLimits,
     ) -> Result<Self> {
-        // what it keeps is sent, all of it
+        // all the KV that it keeps is sent
         let config = &Arc::new(config.in_whole_pages());
         let block_tokens = limits.block_tokens.unwrap_or_else(|| device.limits().kv_page_tokens);
         let blocks = blocks(&*device, config, (limits.kv, limits.kv_bytes), block_tokens)?;
@@ -193,12 +193,12 @@ impl Loaded {
         CostModel::Coefficients(Coefficients::default())
     }
 
-    /// The same as [`Loaded::new`] for several devices that have the model as `partition` says: the first
-    /// one's weights and KV memory are in `spec`. Where each has a part of every block, all have as many as
-    /// the one with the least room. The first device may be one of those that attend, too.
+    /// The same as [`Loaded::new`] for several devices that share the model by `partition`: `spec` has the
+    /// first one's weights and KV memory. If each has a part of every block, all have as many as the one with
+    /// the least room. The first device may also run attention.
     ///
     /// # Errors
-    /// As of [`Loaded::new`], and `Invalid` if the shares are not those of the devices.
+    /// As of [`Loaded::new`], and `Invalid` if the shares do not match the devices.
     #[expect(
         clippy::too_many_lines,
         reason = "the one place where an instance of several devices is put together"
@@ -223,10 +223,7 @@ impl Loaded {
         }
         if shares.len() != 1 + others.len() {
             let devices = 1 + others.len();
-            return Err(Error::invalid(format!(
-                "{} shares are not those of {devices} devices",
-                shares.len()
-            )));
+            return Err(Error::invalid(format!("{} shares for {devices} devices", shares.len())));
         }
         let block_tokens = limits.block_tokens.unwrap_or_else(|| device.limits().kv_page_tokens);
         let first = MemberSpec { device, weights: Some(weights), kv_bytes: limits.kv_bytes };
@@ -344,8 +341,7 @@ impl Loaded {
     /// tiers keep whole blocks.
     pub fn with_lower_tiers(mut self, tiers: LowerTiers, make_region: &MakeRegion) -> Result<Self> {
         if self.config.pages.parts.lets_go() {
-            let problem =
-                "tiers below keep KV of all layers, and this instance lets go of what is out of windows";
+            let problem = "lower tiers keep KV of all layers, but this instance frees keys outside windows";
             return Err(Error::unsupported(problem));
         }
         self.batch.lower_tiers = true;
@@ -370,7 +366,7 @@ impl Loaded {
         std::iter::once(&self.spec_device).chain(self.others.iter().flat_map(OtherMembers::devices))
     }
 
-    /// The words of all its devices by `of`, behind what makes them one instance.
+    /// The selectors of all its devices by `of`, after the prefix of the instance's kind.
     fn joined(&self, how: &str, of: fn(&Arc<dyn Device>) -> &str) -> String {
         let words: Vec<&str> = self.devices().map(of).collect();
         match &self.others {
@@ -434,7 +430,7 @@ impl Loaded {
         u64::from(shape.block_tokens) * self.config.kv_bytes_per_token(shape.kv)
     }
 
-    /// The KV by the devices that keep it, with memory for copies of so many bytes.
+    /// The KV of each device that keeps some, with memory for copies of this many bytes.
     fn kv(&self, bytes_max: u64) -> Result<InstanceKv> {
         let whole = (self.forward.shape().kv_shape(&self.config), self.config.pages.clone());
         let others = self.others.iter().flat_map(OtherMembers::kv_pools);

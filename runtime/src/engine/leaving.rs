@@ -1,8 +1,8 @@
 //! KV that leaves the devices of an instance while a step runs.
 //!
-//! Behind the commands of a layer, each device gathers what it has of the tokens that leave into memory of
-//! its own. While later layers run, the parts are read from there and put together. What finds no slot of its
-//! receiver meanwhile is read from the pages later, as all other KV (`pages.rs`).
+//! After the commands of a layer, each device gathers its part of the outgoing tokens into a separate buffer.
+//! While later layers run, the parts are read from there and put together. Pieces without a free slot at the
+//! receiver are read from the pages later, like all other KV (`pages.rs`).
 
 use super::pages::{InstanceKv, Keeper, KvSpan, OwnSpan};
 use crate::model::graph::StepShape;
@@ -14,7 +14,7 @@ use std::ops::Range;
 pub(super) struct StepMemory {
     /// Slot numbers of the tokens that leave.
     slot_ids: Slice,
-    /// The KV of a layer of them each, since a read waits for all uses of its buffer.
+    /// The outgoing KV of one layer each, since a read waits for all uses of its buffer.
     gathered: Vec<Slice>,
 }
 
@@ -22,13 +22,13 @@ pub(super) struct StepMemory {
 pub(super) struct LeavingTokens {
     pub(super) tokens: Range<u32>,
     pub(super) wire: DType,
-    /// What each device has of a layer of them, and where it gathers that; none if it sends nothing.
+    /// Each device's part of one of these layers, and the buffer for it; none if it sends nothing.
     places: Vec<Option<Place>>,
 }
 
 struct Place {
     own: OwnSpan,
-    /// The first of its slot numbers, and how far those of two parts of the layers are apart.
+    /// The first of its slot numbers, and the distance between those of two parts of the layers.
     slot: u64,
     stride: u64,
     /// Its slot numbers in all parts of the layers.
@@ -60,8 +60,8 @@ impl StepMemory {
 }
 
 impl InstanceKv {
-    /// Allocates memory for KV that leaves while steps of such a shape run: on each member for so many layers
-    /// at a time.
+    /// Allocates memory for outgoing KV during steps of this shape: on each member for this many layers at a
+    /// time.
     ///
     /// # Errors
     /// Those of the devices.
@@ -86,7 +86,7 @@ impl InstanceKv {
         keeper.map_or(0, |keeper| keeper.part.layers.start) + to_u32(layer)
     }
 
-    /// What leaves of a sequence that has these pages, in memory that is not `taken` yet.
+    /// The outgoing KV of a sequence with these pages, in memory that is not `taken` yet.
     pub(super) fn leaving(
         &self,
         (pages, tokens): (&[u32], Range<u32>),
@@ -123,8 +123,8 @@ impl InstanceKv {
         })
     }
 
-    /// The commands of a member that gather what it has of its layer with this number, of tokens of which
-    /// that layer is sent. Those of its first layer also upload where all tokens are, for all layers.
+    /// The commands of a member that gather its part of one of its layers, for the tokens of which that layer
+    /// is sent. Those of its first layer also upload the tokens' positions, for all layers.
     ///
     /// # Errors
     /// Those of the device.

@@ -1,8 +1,8 @@
 //! Sending a cached prefix to another instance: first from the device's pages, then from the lower tiers.
 //!
-//! The fleet machine asks for a prefix if it expects the transfer to be faster than computing, but its view
-//! may be outdated: the holder first tells how much it sends. It serves other requests meanwhile, so a piece
-//! is sent whenever a slot is free, and nothing waits for one.
+//! The fleet machine orders a prefix if it expects the transfer to be faster than computing, but its view may
+//! be outdated: the holder first reports how much it sends. It serves other requests during the transfer: a
+//! piece is sent whenever a slot is free, and nothing waits for one.
 
 use super::messages::{HandOff, Job, PieceId, Transfer};
 use super::pages::InstanceKv;
@@ -15,7 +15,7 @@ use mixfleet_scheduler::batch::{Text, TokenIds};
 use mixfleet_scheduler::kv::BlockHash;
 use twox_hash::XxHash3_64;
 
-/// Blocks of the lower tiers that are lent.
+/// Lent blocks of the lower tiers.
 pub(super) struct Lent {
     /// The first token in them.
     from: u32,
@@ -28,7 +28,7 @@ pub(super) struct Lent {
 pub(super) enum PieceSource {
     /// The piece is on the device or devices, in the pages of its sequence.
     Sequence,
-    /// The piece is on the device or devices, in the pages that are lent.
+    /// The piece is on the device or devices, in lent pages.
     Lent,
     /// The piece is in the lower tiers, and corrupt.
     Corrupt,
@@ -85,7 +85,7 @@ impl Worker {
     pub(super) fn lend(&mut self, job: &Job, until: u32, to: HandOff) -> Result<()> {
         let Job { request, attempt, .. } = *job;
         let peer = to.to;
-        // What is computed here is not lent: the view of whoever asks is outdated.
+        // Tokens that are being computed here are not lent: the requester's view is outdated.
         let until = if self.sender.hands_off(request) { 0 } else { self.begin_to_lend(job, until, to)? };
         self.sender.tell_lent(peer, request, attempt, until);
         self.release_sent()

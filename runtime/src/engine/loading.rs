@@ -1,10 +1,10 @@
 //! Loads KV from lower tiers, block by block, while steps of other sequences run.
 //!
-//! A sequence that waits for its blocks is in no step, and its pages are its own, so that they may be written
-//! at any time ([`step`](super::step)). Where the device copies beside a step, a block follows the other
-//! while a step runs. Elsewhere loads get a share of the steps' time, and all of it while there is no step.
-//! While the disk reads a block, nothing but the sequence waits for it. The sequence joins a step once its
-//! last block is there.
+//! A sequence that waits for its blocks is in no step, and has its pages alone, so that they may be written
+//! at any time ([`step`](super::step)). On a device that copies beside a step, blocks are loaded one after
+//! the other while a step runs. On other devices loads get a share of the steps' time, and all of it while
+//! there is no step. While the disk reads a block, only the sequence waits for it. The sequence joins a step
+//! once its last block is there.
 
 use super::tiers::{EvictedBlock, block};
 use super::worker::{Event, Worker};

@@ -15,7 +15,7 @@ const WRITES_MIN: usize = 5;
 /// Time limit for preparing slots, since the first write to a slot allocates its pages at both ends. At least
 /// one slot is prepared.
 const PREPARE_S_MAX: f64 = 0.025;
-/// Time limit for starting large writes to prepared slots, of which at least `WRITES_MIN` are timed.
+/// Time limit for starting large writes to prepared slots; at least `WRITES_MIN` of them are timed.
 const LARGE_S_MAX: f64 = 0.04;
 
 const SMALL_BYTES: u64 = 4096;

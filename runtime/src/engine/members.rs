@@ -1,4 +1,5 @@
-//! The members of an instance beside its first device, which divide the model with it, or attend for it.
+//! The members of an instance beside its first device, which share the model with it, or run attention for
+//! it.
 //!
 //! The worker has the first one, whose device speaks for the instance. KV pages have the same numbers on all
 //! members that keep some, each with its own heads and layers.
@@ -39,7 +40,7 @@ struct QueuedMember<M> {
 
 /// Devices beside the first one.
 enum Group {
-    /// They divide the model with it, in stages of so many members.
+    /// They share the model with it, in stages of this many members.
     Divide(Stages, Vec<QueuedMember<Box<Forward>>>),
     /// They attend for it, to one batch or to two.
     Attend(Partition, Vec<QueuedMember<Box<AttentionMember>>>, Option<Box<SecondBatch>>),
@@ -70,8 +71,8 @@ pub(super) struct OtherMembers {
 }
 
 impl OtherMembers {
-    /// Opens the queues of devices beside the first one, of a model of this configuration: of devices that
-    /// attend if attention has members of its own. Through stages pass so many prompt tokens as one.
+    /// Opens the queues of devices beside the first one, for a model of this configuration; under attention
+    /// offload, of the attention devices. Pipeline stages process this many prompt tokens at a time.
     ///
     /// # Errors
     /// When a device gives no queue, or has another part of the model than the others.
@@ -125,7 +126,7 @@ impl OtherMembers {
         self.devices().iter().all(|device| device.limits().copies_beside)
     }
 
-    /// Their pools of keys and values by layer, in the order of members; none of those that keep no KV.
+    /// Their pools of keys and values by layer, in the order of members; none for members without KV.
     pub(super) fn kv_pools(&self) -> Vec<&[(Slice, Slice)]> {
         match &self.group {
             Group::Divide(_, members) => members.iter().map(|member| member.model.kv_pools()).collect(),
@@ -133,7 +134,7 @@ impl OtherMembers {
         }
     }
 
-    /// The instance's selector of the words of all its devices, with `how` behind what makes them one.
+    /// The instance's selector: those of all its devices, with `how` after the prefix of its kind.
     pub(super) fn joined(&self, how: &str, words: &[&str]) -> String {
         let divided = |by: &ExpertsBy| match by {
             ExpertsBy::Columns => "tp",
@@ -169,7 +170,7 @@ impl OtherMembers {
         self.partition().and_then(Partition::split)
     }
 
-    /// Who does what, where these attend.
+    /// Each member's part of the model, under attention offload.
     pub(super) fn partition(&self) -> Option<&Partition> {
         match &self.group {
             Group::Divide(..) => None,
@@ -178,7 +179,7 @@ impl OtherMembers {
     }
 
     /// Whether products of one batch may run beside attention to another: `first`, the device with the
-    /// weights, is none of those that attend.
+    /// weights, is not among the attention devices.
     pub(super) fn may_stagger(&self, first: &dyn Device) -> bool {
         self.devices().iter().all(|device| !std::ptr::addr_eq(Arc::as_ptr(device), first))
     }
@@ -220,7 +221,7 @@ impl OtherMembers {
         Ok(LinkCost { latency, seconds_per_byte, usd_per_byte: 0.0 })
     }
 
-    /// The batches of a step in which sequences decode in so many groups; blocks of KV have so many tokens
+    /// The batches of a step whose sequences decode in this many groups; blocks of KV have this many tokens
     /// and pages.
     pub(super) fn cut<'a>(
         &self,
@@ -238,8 +239,8 @@ impl OtherMembers {
         MicroBatch::cut(parts, Pieces { chunk_tokens, groups }, block)
     }
 
-    /// The layers whose KV is on its way out of each member at a time: all of a member that is a stage of its
-    /// own, and the last two where members wait for each other in every layer.
+    /// The number of layers whose KV each member sends at a time: all of a member that is a stage of its own,
+    /// and the last two where members wait for each other in every layer.
     pub(super) fn layers_leaving(&self, first: &Forward) -> Vec<usize> {
         match &self.group {
             Group::Divide(Stages { members: counts, .. }, others) => {
@@ -254,7 +255,7 @@ impl OtherMembers {
     }
 
     /// Runs the batches of a step on the first device and on the others, and returns a row for each part that
-    /// draws. KV leaves meanwhile.
+    /// draws. KV is sent during the step.
     ///
     /// # Errors
     /// Those of the devices, of the exchange and of `kv`.

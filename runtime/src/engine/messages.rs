@@ -227,7 +227,7 @@ pub(crate) enum FromWorker {
     LinkDown { to: InstanceId },
     /// A prompt got its blocks, with the KV of `tokens_cached` tokens from the cache and from others.
     Admitted { request: RequestId, attempt: u32, tokens_cached: u32 },
-    /// Room was made for what is lacking.
+    /// Room was made for the missing KV.
     Reserved { request: RequestId, attempt: u32, lacking: Lacking, landing: Landing },
     /// A reservation was revoked: place the request again.
     Revoked { request: RequestId, attempt: u32 },

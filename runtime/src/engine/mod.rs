@@ -196,7 +196,7 @@ impl EngineParts {
             ticks,
             env: env.clone(),
         };
-        // Instances of this process are up when the engine is, so that nobody hears meanwhile that none
+        // Instances of this process are up when the engine is, so that no client is told in between that none
         // serves.
         while let Ok((instance, message)) = coordinator.reports.try_recv() {
             coordinator.report(instance, message);

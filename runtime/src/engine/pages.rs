@@ -1,9 +1,10 @@
 //! KV in the pages of an instance's device or devices, and its copies to the wire layout and back.
 //!
-//! The wire layout has all KV heads of a token, whoever keeps them, so that instances of any devices exchange
-//! KV, and lower tiers keep it for all. Of several devices each gathers what it has (some layers, some heads,
-//! some pages), and the parts are put together in this process's memory; what comes is taken apart there. A
-//! head that several keep is sent by the first of them and written to all. Nothing else knows who keeps what.
+//! The wire layout has all KV heads of a token, whichever devices keep them, so that instances of any devices
+//! exchange KV, and lower tiers keep it for all. Each of several devices gathers its part (some layers, some
+//! heads, some pages), and the parts are put together in this process's memory; received KV is split there. A
+//! head kept by several devices is sent by the first of them and written to all. No other module knows the
+//! distribution.
 
 use super::leaving::StepMemory;
 use super::messages::{HandOff, Lacking, PieceId};
@@ -132,7 +133,7 @@ pub(super) struct Keeper {
     pub(super) pages: Pages,
     /// The pages of each layer of the model.
     pub(super) layer_pages: Arc<LayerPages>,
-    /// KV on its way, in the wire layout.
+    /// KV in flight, in the wire layout.
     staged: Slice,
     /// For KV that leaves while a step runs; none if none does.
     pub(super) leaving: Option<StepMemory>,
@@ -192,7 +193,8 @@ impl InstanceKv {
     /// between host and `devices`.
     ///
     /// # Errors
-    /// Those of the devices, and `Invalid` if they have not every layer of every head and page once.
+    /// Those of the devices, and `Invalid` if they do not have every layer of every head and page exactly
+    /// once.
     pub(super) fn new(
         (shape, layer_pages): (KvShape, LayerPages),
         devices: Vec<DeviceKv>,
@@ -233,8 +235,8 @@ impl InstanceKv {
         Ok(kv)
     }
 
-    /// Whether each layer of each head in each page is sent by one device, so that all bytes of a span are
-    /// those that were asked for.
+    /// Whether each layer of each head in each page is sent by exactly one device, so that every byte of a
+    /// span is filled.
     fn is_complete(&self) -> bool {
         let parts = || self.keepers.iter().map(|keeper| &keeper.part).filter(|part| part.sends);
         let divisor = parts().map(|part| part.pages.1).max().unwrap_or(1);
@@ -249,14 +251,14 @@ impl InstanceKv {
         })
     }
 
-    /// Tokens of the largest piece that fits a receiver's slot and what is copied here at a time.
+    /// Tokens of the largest piece that fits a receiver's slot and the copy buffer here.
     pub(super) fn piece_tokens_in(&self, to: &HandOff) -> u32 {
         let token_bytes = self.shape.wire_token_bytes(to.wire);
         let there = (to.landing.slot_bytes / token_bytes).max(1);
         to_u32(there.min(self.span_bytes_max / token_bytes).min(self.span_tokens_max))
     }
 
-    /// What is lacking of the KV of a prompt of `tokens` tokens, of which the first `from` are here.
+    /// The missing KV of a prompt of `tokens` tokens; the first `from` are here.
     pub(super) fn lacking(&self, from: u32, tokens: u32) -> Lacking {
         let Some(keeper) = self.keepers.first().filter(|keeper| keeper.layer_pages.parts.lets_go()) else {
             return Lacking::all(from);
@@ -270,7 +272,7 @@ impl InstanceKv {
         to_u32(pages.len()) / self.block_pages * self.shape.page_tokens
     }
 
-    /// Bytes of so many tokens of a layer.
+    /// Bytes of this many tokens of a layer.
     pub(super) fn layer_bytes(&self, tokens: u32, wire: DType) -> u64 {
         u64::from(tokens) * self.shape.wire_token_bytes(wire)
     }
@@ -372,7 +374,7 @@ impl InstanceKv {
     }
 }
 
-/// KV of the sequences of an instance machine, as those who send it and take it in see it.
+/// KV of the sequences of an instance machine, for senders and receivers.
 pub(super) struct SequenceKv<'a> {
     pub(super) kv: &'a mut InstanceKv,
     pub(super) machine: &'a Instance<TokenIds>,
@@ -381,7 +383,7 @@ pub(super) struct SequenceKv<'a> {
 }
 
 impl SequenceKv<'_> {
-    /// Reads a piece into `place`: of a request's own pages, or of those that are `lent`.
+    /// Reads a piece into `place`: from a request's own pages, or from `lent` ones.
     ///
     /// # Errors
     /// Those of the devices.
@@ -483,7 +485,7 @@ struct Runs<'a> {
     /// Layers of the span before the device's first one, and tokens of the span.
     before: usize,
     tokens: usize,
-    /// Bytes of a row of all heads and of those of the device, and before these.
+    /// Bytes of a row of all heads, of the device's heads, and before these.
     row: usize,
     width: usize,
     offset: usize,
@@ -505,7 +507,7 @@ impl<'a> Runs<'a> {
         }
     }
 
-    /// All of them in the span, if they are one.
+    /// All of them in the span, if they are contiguous.
     fn only(&self) -> Option<Range<usize>> {
         let start = self.before * self.tokens * self.of_token * self.row;
         let is_one = self.width == self.row && self.own.rows.len() == self.tokens;

@@ -65,8 +65,8 @@ impl Rig {
         place
     }
 
-    /// All layers of a sequence of this length, which each device gathers layer by layer into memory for some
-    /// of them: of the tokens before `middle` and of the others as two parts of a step, in pieces.
+    /// All layers of a sequence of this length, gathered by each device layer by layer into memory for some
+    /// of them: the tokens before `middle` and the others as two parts of a step, in pieces.
     fn gathered(
         &mut self,
         (pages, length): (&[u32], u32),
@@ -111,7 +111,7 @@ fn shape(heads: u32, kv_heads: u32, layers: usize, (page_tokens, kv): (u32, DTyp
     ModelShape { heads, kv_heads, head_dim: 4, windows: vec![None; layers], page_tokens, ..llama }
 }
 
-/// A partition that `seed` chooses among those of a shape; that of one device if it chose an impossible one.
+/// A partition that `seed` chooses among those of a shape; a single device's if the choice is impossible.
 fn partition(shape: &ModelShape, seed: u64) -> Partition {
     let mut rng = Stream::new(seed);
     let members = 1 + rng.below(4) as u32;
@@ -193,13 +193,13 @@ proptest! {
             }
         }
 
-        // what devices gather of two parts of a step is what is in their pages
+        // the gathered KV of two parts of a step equals their pages
         let gathered = first.gathered((&theirs, length), (from, wire), 1 + cut as usize % 3);
         prop_assert_eq!(gathered, expected.clone(), "{:?}", of_first);
         let of_second = KvPart::of_members(&partition(&shape, seeds[2]));
         prop_assert_eq!(&second.read(&all(&others)), &expected, "{:?} -> {:?}", of_first, of_second);
 
-        // what is written anew changes nothing else
+        // a repeated write changes nothing else
         let anew = values(token_bytes / wire.size_bytes(), &mut Stream::new(seeds[2]), wire);
         let one = |pages| KvSpan { layers: 1..2, pages, tokens: from..from + 1, wire };
         only.write(&one(&own), &anew);

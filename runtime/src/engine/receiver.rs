@@ -34,7 +34,7 @@ struct Incoming {
     layers: u32,
     /// Token-layers that landed or were given up.
     settled: Coverage,
-    /// Leading tokens of which nothing was given up.
+    /// Leading tokens of which no part was given up.
     valid: u32,
     next: Option<u32>,
 }
@@ -47,8 +47,8 @@ impl Incoming {
         Incoming { attempt, sender, transfer, lacking, length, layers, settled, valid, next: None }
     }
 
-    /// Limits the prefix to the `until` tokens that `sender` lends. It tells this before it sends; pieces
-    /// that came earlier are not used.
+    /// Limits the prefix to the `until` tokens that `sender` lends. The sender reports this before it sends;
+    /// earlier pieces are not used.
     fn shorten(&mut self, sender: InstanceId, until: u32) {
         if self.is_lent_by(sender) {
             let until = if self.settled.token_layers() == 0 { until } else { 0 };
@@ -57,7 +57,7 @@ impl Incoming {
         }
     }
 
-    /// Stops waiting for a prefix, of which nothing is used.
+    /// Stops waiting for a prefix, and uses none of it.
     fn abandon(&mut self) {
         if self.transfer == Transfer::Prefix {
             (self.length, self.valid) = (self.lacking.from, self.lacking.from);
@@ -121,7 +121,7 @@ impl Incoming {
     }
 }
 
-/// What came of the KV that a sequence waited for.
+/// The received part of the KV that a sequence waited for.
 struct CompleteKv {
     sender: InstanceId,
     attempt: u32,
@@ -248,7 +248,7 @@ impl KvReceiver {
         self.expected(request, attempt).is_some_and(|incoming| incoming.hand_over(peer, next))
     }
 
-    /// Takes what a sequence waited for, once nothing more of it will come.
+    /// Takes the KV that a sequence waited for, once no more will come.
     fn take_arrived(&mut self, request: RequestId) -> Option<CompleteKv> {
         let (tokens_valid, next) = self.incoming.get(&request)?.complete()?;
         let Incoming { sender, attempt, transfer, lacking, length, .. } = self.incoming.remove(&request)?;
@@ -422,7 +422,7 @@ mod tests {
         assert_eq!(incoming.complete(), None);
         incoming.settle(&piece(1, 8, 8));
         assert_eq!(incoming.complete(), Some((16, Some(7))));
-        // a token before what was sent of the second layer could not be computed again
+        // a token before those sent of the second layer could not be recomputed
         let mut incoming = Incoming::new(expected(), lacking, 2);
         incoming.hand_over(SENDER, 7);
         incoming.settle(&piece(0, 4, 12));

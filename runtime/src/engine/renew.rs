@@ -66,7 +66,7 @@ impl Worker {
                 () = self.env.sleep(*backoff) => {}
             }
             *backoff = (2 * *backoff).min(BACKOFF_MAX);
-            // Messages that came meanwhile belong to the earlier life, and their senders are told so.
+            // Messages that came in between belong to the earlier life, and their senders are notified.
             while self.orders.try_recv().is_ok() {}
             while self.words.try_recv().is_ok() {}
             if self.orders.is_closed() {
@@ -79,7 +79,7 @@ impl Worker {
                 return false;
             }
             if !std::mem::replace(&mut said, true) {
-                tracing::warn!(device, %error, "the device does not answer; it is asked again, less and less often");
+                tracing::warn!(device, %error, "the device does not answer; retrying with backoff");
             }
         }
     }

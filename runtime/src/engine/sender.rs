@@ -1,5 +1,4 @@
-//! The sender's side of KV transfers: prompts that are computed here and decoded elsewhere, and prefixes that
-//! are lent.
+//! The sender's side of KV transfers: prompts computed here and decoded elsewhere, and lent prefixes.
 //!
 //! Layers with a window send what a token behind the prompt reads, if their receiver keeps no more; of
 //! prefixes all layers are sent.
@@ -8,10 +7,10 @@
 //! written to a staging slot of the receiver over a transport, checked there (XXH3-64 of the payload), and
 //! scattered into the receiver's own pages. The wire layout is neutral, so unlike page sizes, dtypes and
 //! numbers of devices need no special case. While layer k is sent, layers k+1.. compute: the sender keeps a
-//! few layers in its queue. KV that is already there (a cached or lent prefix, and what several devices
-//! computed in a step and had no slot for) is sent from a queue of pieces, between steps, as slots become
-//! free. A piece that arrives corrupt, or does not arrive, is resent a few times, then given up; the receiver
-//! recomputes what is missing.
+//! few layers in its queue. KV that is already there (a cached or lent prefix, and pieces of a step on
+//! several devices that found no slot) is sent from a queue of pieces, between steps, as slots become free. A
+//! piece that arrives corrupt, or does not arrive, is resent a few times, then given up; the receiver
+//! recomputes the missing tokens.
 
 use super::courier::{Courier, SENDS_MAX, Sent};
 use super::directory::Directory;
@@ -163,7 +162,7 @@ impl StepSend {
         self.to.lacking.first(layer).clamp(start, end)..end
     }
 
-    /// The tokens that leave, and whether this layer of any of them is sent.
+    /// The outgoing tokens, and whether this layer of any of them is sent.
     pub(super) fn leaving_of(&self, layer: u32) -> (&LeavingTokens, bool) {
         (&self.leaving, !self.tokens(layer).is_empty())
     }
@@ -201,7 +200,7 @@ impl KvSender {
         self.outgoing.insert(request, outgoing);
     }
 
-    /// The requests of which KV is sent.
+    /// The requests whose KV is being sent.
     pub(super) fn requests(&self) -> impl Iterator<Item = RequestId> {
         self.outgoing.keys().copied()
     }
@@ -225,12 +224,12 @@ impl KvSender {
         self.outgoing.get(&request).is_some_and(|outgoing| Arc::ptr_eq(&outgoing.to, to))
     }
 
-    /// Number of blocks of lower tiers that are lent.
+    /// Number of lent blocks of lower tiers.
     pub(super) fn blocks_below(&self) -> usize {
         self.outgoing.values().filter_map(|outgoing| outgoing.below.as_ref()).map(Lent::blocks).sum()
     }
 
-    /// The pages of the blocks that are lent of a request.
+    /// The pages of a request's lent blocks.
     pub(super) fn lent_pages(&mut self, request: RequestId, pages: Vec<u32>) {
         if let Some(outgoing) = self.outgoing.get_mut(&request) {
             outgoing.pages = pages;
@@ -242,7 +241,7 @@ impl KvSender {
         self.outgoing.get(&request).map_or(0, |outgoing| kv.tokens_in(&outgoing.pages))
     }
 
-    /// Queues the pieces of a prefix that is lent, of which lower tiers have a part.
+    /// Queues the pieces of a lent prefix, a part of which may be in lower tiers.
     pub(super) fn queue_prefix(
         &mut self,
         request: RequestId,
@@ -254,7 +253,7 @@ impl KvSender {
         }
     }
 
-    /// Tells a receiver that `until` leading tokens are lent to it.
+    /// Reports to a receiver that `until` leading tokens are lent to it.
     pub(super) fn tell_lent(&mut self, receiver: InstanceId, request: RequestId, attempt: u32, until: u32) {
         self.directory.tell(receiver, self.id, KvMessage::Lent { request, attempt, until });
         self.end_if_settled(request);
@@ -384,7 +383,7 @@ impl KvSender {
         Ok(true)
     }
 
-    /// Starts sending what was filled into a free slot.
+    /// Starts sending a filled slot.
     fn post(&mut self, request: RequestId, piece: PieceId, to: &HandOff, filled: &FilledSlot) {
         let now = self.env.now();
         let HandOff { attempt, wire, .. } = *to;
@@ -410,7 +409,7 @@ impl KvSender {
                 continue;
             }
             if landed {
-                // A receiver that was not told cannot return the slot, and may be connected again later.
+                // A receiver without notice cannot return the slot, and may be connected again later.
                 self.courier.give_slot(to, slot);
             }
             if let Some(outgoing) = self.open(request, to, attempt, &piece) {
@@ -511,7 +510,7 @@ impl KvSender {
         std::mem::take(&mut self.ended)
     }
 
-    /// Stops a transfer early; a receiver that still waits for a prefix is told not to.
+    /// Stops a transfer early; a receiver that still waits for a prefix is notified.
     fn stop(&mut self, request: RequestId) {
         let Some(Outgoing { transfer, to, .. }) = self.outgoing.get(&request) else { return };
         if *transfer == Transfer::Prefix {
@@ -528,14 +527,14 @@ impl KvSender {
         its.into_iter().for_each(|request| self.stop(request));
     }
 
-    /// Drops the transfer of a request whose blocks are released by whoever calls this.
+    /// Drops the transfer of a request whose blocks the caller releases.
     pub(super) fn forget(&mut self, request: RequestId) {
         self.outgoing.remove(&request);
     }
 
-    /// Stops transfers to a lost peer, which confirms nothing: what was handed over is placed again or was
-    /// taken over. Of prompts that are being computed nothing more is sent, since nobody would return the
-    /// slots: the coordinator places them again, and cancels them here.
+    /// Stops transfers to a lost peer, which confirms nothing: requests handed over are placed again or were
+    /// taken over. No more is sent of prompts that are being computed, since the slots would not be returned:
+    /// the coordinator places them again, and cancels them here.
     pub(super) fn peer_down(&mut self, peer: InstanceId) {
         self.courier.forget(peer);
         self.stop_all(|outgoing| outgoing.ends_with(peer));
@@ -571,7 +570,7 @@ mod tests {
     fn tokens_are_cut_into_pieces_that_fit_and_none_into_none() {
         let cut = |tokens| pieces(3, tokens, 8).map(|piece| (piece.first, piece.tokens)).collect::<Vec<_>>();
         assert_eq!(cut(5..22), [(5, 8), (13, 8), (21, 1)]);
-        // The receiver's prefix may end after what is cached here.
+        // The receiver's prefix may end after the part cached here.
         let (beyond, end) = (9, 7);
         assert_eq!((cut(end..end), cut(beyond..end)), (vec![], vec![]));
     }

@@ -5,16 +5,17 @@ use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::{BufferUsage, Cmd, DType, Device, OpSig, Result, Slice};
 use std::time::Duration;
 
-/// Rows of a product: those of a step that decodes little, and of a chunk of a prompt.
+/// Rows of a product: of a small decode step, and of a chunk of a prompt.
 const ROWS: [u32; 2] = [1, 128];
 /// Bytes of all matrices that are multiplied: more than caches hold.
 const BYTES: u64 = 128 << 20;
-/// Measurements, of which the shortest counts.
+/// Number of measurements; the shortest counts.
 const REPEATS: usize = 3;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Products with the weights of an MLP that `device` does per second: the geometric mean of those of one row,
-/// which memory bounds, and of many, which arithmetic does. The weights of the model need not be there yet.
+/// Number of products with the weights of an MLP that `device` computes per second: the geometric mean of the
+/// rates at one row, which memory bounds, and at many, which arithmetic does. The weights of the model need
+/// not be there yet.
 ///
 /// # Errors
 /// Errors of the device.

@@ -2,21 +2,21 @@
 //!
 //! A device that copies beside a step has a second queue for it, and the worker handles peers' messages while
 //! it waits for a step that sends nothing itself. Slots thus return to senders during a long step, not once
-//! per step. Each of several devices has such a queue, and messages are handled whenever one of them is
-//! waited for, in steps that send too ([`LayersLeaving`]).
+//! per step. Each of several devices has such a queue, and messages are handled during each wait for one of
+//! them, in steps that send too ([`LayersLeaving`]).
 //!
 //! Steps and copies are not ordered against each other, which is right because they touch different pages:
 //!
 //! - Pages are given out only while the instance machine is idle (`Event::Idle`), which it asserts is never
-//!   during a step. Pages released during a step therefore have no new owner before the step ended, and those
-//!   of the sequences in it are released after it.
+//! during a step. Pages released during a step therefore have no new owner before the step ends, and those of
+//! the sequences in it are released after it.
 //! - A block from lower tiers is written only to pages of a sequence that waits for it (`Phase::Loading`),
-//!   which is in no step, from the end of its cached prefix on.
+//! which is in no step, from the end of its cached prefix on.
 //! - A piece is written only to pages of a sequence that waits for KV (`Phase::Receiving`), which is in no
-//!   step, and only from the end of its cached prefix on, where pages are its own: nobody finds them before
-//!   they are published, and it joins a step at the next idle event at the earliest.
-//! - A piece is read from tokens that are computed, of lent pages or of a prompt: a step writes others only.
-//! - What is evicted is copied to lower tiers before its page is written, and the worker waits for that.
+//! step, and only from the end of its cached prefix on, where it owns the pages: they cannot be found before
+//! they are published, and the sequence joins a step at the next idle event at the earliest.
+//! - A piece is read from computed tokens, of lent pages or of a prompt: a step writes others only.
+//! - Evicted blocks are copied to lower tiers before their pages are written, and the worker waits for that.
 //!
 //! The worker waits for each copy before it does anything else, so nothing is copied while a step is
 //! recorded, or while its results are read.
@@ -128,7 +128,7 @@ enum AfterStep {
     Handle(InstanceId, KvMessage),
 }
 
-/// What came during a step and takes effect after it, in its order.
+/// Events during a step that take effect after it, in order.
 #[derive(Default)]
 pub(super) struct Postponed {
     waiting: VecDeque<AfterStep>,
@@ -150,7 +150,7 @@ impl Postponed {
         *self = Postponed::default();
     }
 
-    /// Leaves for after the step what follows on KV that came.
+    /// Defers the consequences of received KV until after the step.
     fn settle_later(&mut self, request: RequestId) {
         self.waiting.push_back(AfterStep::Settle(request));
     }
@@ -160,7 +160,7 @@ impl Postponed {
         self.waiting.push_back(AfterStep::Handle(peer, word));
     }
 
-    /// Whether a message only moves bytes. What comes from a peer after it was lost waits too.
+    /// Whether a message only moves bytes. Messages that come from a peer after it was lost wait too.
     fn moves_only(&self, peer: InstanceId, word: &KvMessage) -> bool {
         let lost = |after: &AfterStep| matches!(after, AfterStep::Handle(it, KvMessage::Down) if *it == peer);
         let moves = match word {
@@ -199,7 +199,7 @@ impl Worker {
             match self.run_step(&alone).await {
                 Ok(more) => drawn.extend(more),
                 Err(error) if fault::concerns_step_only(&error) => {
-                    // It is dropped with the step, and nothing of it is published.
+                    // It is dropped with the step, and no part of it is published.
                     self.fail_request(sequence.request, fault::failure(&error))?;
                     self.steps.renew_queue()?;
                 }
@@ -216,7 +216,7 @@ impl Worker {
         self.report(FromWorker::Ran(steps));
     }
 
-    /// Runs one forward pass and samples; the KV of handed-off prompts is sent layer by layer meanwhile.
+    /// Runs one forward pass and samples; the KV of handed-off prompts is sent layer by layer during it.
     async fn run_step(&mut self, step: &Step) -> Result<Vec<Draw>> {
         self.follow_drawn(step);
         let rows = match self.steps.others {
@@ -237,9 +237,9 @@ impl Worker {
         let MeasuredSteps { parts: prompts, sequences, kv_tokens, .. } = sizes_of(step);
         let groups = cost.decode_groups(&prompts, sequences, kv_tokens);
         let batches = members.cut(&parts, groups, block);
-        // stages have one batch at a time; of devices that attend, each has all of them
+        // stages have one batch at a time; each attention device has all batches
         let (mut taken, at_once) = (Taken::default(), members.partition().is_some());
-        // what comes would wait for the attention of one batch, and the products of the other for that
+        // a received piece would wait for the attention of one batch, and the products of the other for that
         let takes_in = !at_once || batches.len() == 1 || members.copy_beside();
         let sends = batches.iter().map(|MicroBatch { parts, numbers }| {
             let its = numbers.iter().map(|&number| step.sequences[number].request).zip(parts);
@@ -317,7 +317,7 @@ impl Worker {
                 let began = self.env.now();
                 let slot = self.credit(to).await?;
                 self.steps.waited += self.env.now() - began;
-                // The transfer may have ended meanwhile.
+                // The transfer may have ended in between.
                 if !self.sender.goes_on(*request, to) {
                     slot.inspect(|&slot| self.sender.give_slot(to.to, slot));
                     break;
@@ -334,8 +334,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Waits for a free slot of a receiver; none if it is gone. Peers' messages are handled meanwhile, since
-    /// two instances that send to each other would deadlock otherwise.
+    /// Waits for a free slot of a receiver; none if it is gone. Peers' messages are handled during the wait,
+    /// since two instances that send to each other would deadlock otherwise.
     async fn credit(&mut self, to: &HandOff) -> Result<Option<u32>> {
         loop {
             match self.sender.take_slot(to) {
@@ -347,7 +347,7 @@ impl Worker {
                 }
             }
             self.settle_sends(SEND_POLL_INTERVAL)?;
-            // A failed send frees its slot, of which no message tells.
+            // A failed send frees its slot without a message.
             if self.sender.has_slot(to.to) {
                 continue;
             }
@@ -368,7 +368,7 @@ impl Worker {
         }
     }
 
-    /// Waits for a step that sends nothing. KV of other sequences comes and goes meanwhile.
+    /// Waits for a step that sends nothing. KV of other sequences is transferred during it.
     async fn await_step(&mut self, ticket: Ticket) -> Result<()> {
         let (mut waited, mut last_load) = (Duration::ZERO, Seconds::ZERO);
         let mut progress = LoadProgress::Moved;
@@ -464,16 +464,15 @@ fn sizes_of(step: &Step) -> MeasuredSteps {
     MeasuredSteps { parts, sequences, kv_tokens, steps: 1, time: Seconds::ZERO }
 }
 
-/// The KV of other sequences that comes to several devices and leaves them while these run a step. One thread
-/// drives them all, and nothing of them may wait for a peer: what finds no slot in time joins the queue of
-/// pieces.
+/// KV of other sequences that several devices send and receive while they run a step. One thread drives them
+/// all, and must not wait for a peer: pieces that find no slot in time join the queue of pieces.
 struct LayersLeaving<'a> {
     sender: &'a mut KvSender,
     receiver: &'a mut KvReceiver,
     sequences: SequenceKv<'a>,
-    /// What is sent of each batch of the step.
+    /// The outgoing KV of each batch of the step.
     sends: &'a [Vec<StepSend>],
-    /// What is gathered and not sent.
+    /// Gathered pieces that are not sent yet.
     unsent: VecDeque<(&'a StepSend, PieceId)>,
     words: &'a mut MessageReceiver<FromPeer>,
     postponed: &'a mut Postponed,
@@ -482,8 +481,8 @@ struct LayersLeaving<'a> {
 }
 
 impl LayersLeaving<'_> {
-    /// Handles what came of peers as far as bytes are concerned: of pieces one at a time, so that devices
-    /// which are done wait for one at most.
+    /// Handles the byte-moving messages of peers: pieces one at a time, so that devices which are done wait
+    /// for at most one.
     fn listen(&mut self) -> Result<()> {
         for _ in 0..self.words.len() {
             let Ok((peer, word)) = self.words.try_recv() else { break };
@@ -521,7 +520,7 @@ impl LayersLeaving<'_> {
         }
     }
 
-    /// Leaves those of the unsent pieces to the queue of pieces for which this holds.
+    /// Leaves the unsent pieces for which this holds to the queue of pieces.
     fn leave_to_queue(&mut self, which: impl Fn(&InstanceKv, &PieceId) -> bool) {
         let LayersLeaving { sender, sequences, .. } = self;
         self.unsent.retain(|(send, piece)| {
@@ -533,7 +532,7 @@ impl LayersLeaving<'_> {
         });
     }
 
-    /// Leaves what was not sent in a step that has ended to the queue of pieces.
+    /// Leaves the unsent pieces of an ended step to the queue of pieces.
     fn end(mut self) {
         self.leave_to_queue(|_, _| true);
     }

@@ -1,4 +1,4 @@
-//! Whether a device supports what a model needs of it.
+//! Checks that a device supports the operations of a model.
 
 use crate::model::bind::NeededOps;
 use crate::model::graph::StepShape;
@@ -67,7 +67,7 @@ pub(super) fn check_support(device: &dyn Device, needed: &[OpSig]) -> Result<()>
         Some(sig) if sig.kv().is_some_and(|kv| kv.dtype.is_scaled()) => {
             let (id, dtype) = (&device.info().id, sig.kv().map(|kv| kv.dtype.name()).unwrap_or_default());
             Err(Error::unsupported(format!(
-                "{id} does not keep KV in {dtype} (no {} of it); choose another --kv-dtype or device",
+                "{id} does not keep KV in {dtype} (no {} in that dtype); choose another --kv-dtype or device",
                 sig.name()
             )))
         }

@@ -17,10 +17,10 @@ pub(super) const ALONE_MAX: Seconds = Seconds(60.0);
 const CERTAIN_MIN: usize = 2;
 /// Suspects that clients have sent again and that wait to be tried.
 const HELD_MAX: usize = 256;
-/// Ends that other routers told of instances that are up here.
+/// Ends reported by other routers, of instances that are up here.
 const RUMOURS_MAX: usize = 1024;
 
-/// The digest of what a request asks for: all but its id, its seed, its hints and whose it is.
+/// The digest of a request's content: all but its id, its seed, its hints and its party.
 fn digest(wanted: &GenerateRequest) -> RequestDigest {
     let GenerateRequest { prompt_ids, max_tokens, eos_ids, sampling, logprobs, grammar, .. } = wanted;
     let sampling = crate::request::Sampling { seed: 0, ..sampling.clone() };
@@ -34,7 +34,7 @@ fn digest(wanted: &GenerateRequest) -> RequestDigest {
     RequestDigest(u128::from_be_bytes(half.try_into().expect("16 bytes of 32")))
 }
 
-/// What clients are told.
+/// The error for clients.
 fn words(why: &Quarantined) -> String {
     let Quarantined { engines, left } = why;
     format!(
@@ -57,8 +57,8 @@ impl Tracked {
 }
 
 impl Coordinator {
-    /// Refuses a submission that has ended instances, or holds it while others are tried. None if nothing is
-    /// left to do with it.
+    /// Refuses a submission that has ended instances, or holds it while others are tried. None if no work is
+    /// left for it.
     pub(super) fn admit_suspect(&mut self, submission: Submission) -> Option<Submission> {
         if self.quarantine.is_empty() {
             return Some(submission);
@@ -108,8 +108,8 @@ impl Coordinator {
         Some(digest(&tracked.wanted))
     }
 
-    /// An instance is lost that had these requests. All of them are noted before any is tried again,
-    /// since one of them may be known to be the cause.
+    /// Records a lost instance that had these requests. All of them are recorded before any is tried again,
+    /// since one of them may be known as the cause.
     pub(super) fn note_ends(&mut self, instance: InstanceId, requests: &[RequestId], is_certain: bool) {
         for &request in requests {
             let Some(tried) = self.engine_try(request, instance) else { continue };
@@ -141,7 +141,7 @@ impl Coordinator {
         self.believe(notice);
     }
 
-    /// Believes what other routers told of an instance that this one has lost too.
+    /// Accepts the reports of other routers about an instance that this one has lost too.
     pub(super) fn believe_rumours(&mut self, lost: InstanceId) {
         let (of_it, others) = self.rumours.iter().partition(|notice| notice.engine == lost);
         self.rumours = others;

@@ -61,7 +61,7 @@ impl LowerTiers {
             ssd: ssd.clone().filter(|_| known.flatten().is_some()),
         };
         let pool = Pool::new(pool, make_region).map_err(refused)?;
-        // Errors that can be found now are reported to whoever configured the disk.
+        // Errors that can be found now are reported to the operator.
         ssd.as_ref().filter(|_| known.is_none()).map_or(Ok(()), |ssd| pool.check(ssd)).map_err(refused)?;
         let namespace = match known {
             Some(known) => Box::pin(ready(known)),
@@ -140,7 +140,7 @@ impl InstanceTiers {
         self.pool.keep(*hash, tokens, &mut |place| kv.read(queues, &span, place))
     }
 
-    /// Measured time to load so many blocks from host memory, and from the disk.
+    /// Measured time to load this many blocks from host memory, and from the disk.
     pub(super) fn load_s(&self, [in_memory, on_disk]: [usize; 2]) -> f64 {
         let bytes = |blocks: usize| (blocks as u64 * self.block_bytes) as f64;
         bytes(in_memory + on_disk) * self.upload_s + bytes(on_disk) * self.read_s
@@ -278,8 +278,8 @@ impl Worker {
     }
 
     /// Copies evicted blocks to lower tiers before they are overwritten. Those in pages of a sequence that
-    /// waits for blocks are returned, and copied beside steps. If `lease`, and those of the loads in
-    /// progress, leave no room, they are dropped: the disk keeps their blocks.
+    /// waits for blocks are returned, and copied beside steps. If `lease` and the loads in progress leave no
+    /// room, they are dropped: the disk keeps their blocks.
     pub(super) fn keep_evicted(
         &mut self,
         actions: &[Action],
@@ -312,8 +312,8 @@ impl Worker {
         Ok(later)
     }
 
-    /// Copies the whole blocks of a request's prompt, whose KV is in its pages, to host memory for engines of
-    /// others, as far as there is room.
+    /// Copies the whole blocks of a request's prompt, whose KV is in its pages, to host memory for external
+    /// engines, as far as there is room.
     pub(super) fn keep_prompt(&mut self, request: RequestId) -> Result<()> {
         let Worker { below: Some(below), kv, steps, machine, active, limits, .. } = self else {
             return Ok(());

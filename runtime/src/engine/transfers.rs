@@ -61,7 +61,7 @@ impl Coordinator {
             Action::Cancel { instance, request } => self.send(instance, Order::Cancel { request }),
             Action::Token { by, token } => self.append(by, token),
             Action::OutOfTurn { by, index, next } => {
-                self.distrust(by, &format!("it drew token {index} of its answer, of which {next} are there"));
+                self.distrust(by, &format!("it drew token {index} of an answer with {next} tokens"));
             }
             Action::TransferDone { request, instance } => {
                 self.fleet_step(Event::TransferDone { request, instance });
@@ -90,7 +90,7 @@ impl Coordinator {
         Some(Job { request, urgency, ready: now, attempt, wanted, generated: Vec::new(), hasher })
     }
 
-    /// What a sender is told of a receiver; none if one of them is lost.
+    /// A sender's description of a receiver; none if one of them is lost.
     fn hand_off(&self, sender: Reporter, to: InstanceId, room: ReceiverRoom) -> Option<HandOff> {
         let ReceiverRoom { lacking, landing } = room;
         let wire = self.wire(sender.instance, to)?;

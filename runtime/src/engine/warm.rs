@@ -67,7 +67,7 @@ impl Worker {
         self.copy_once()
     }
 
-    /// Runs a step: whole if it is recorded, or else one layer of it, since the others have the same kernels.
+    /// Runs a step: whole if it is recorded, or else one layer, since the others have the same kernels.
     fn run_once(&mut self, parts: &[StepInput<'_>]) -> Result<()> {
         let pass = self.steps.forward.begin(&*self.steps.device, parts)?;
         let ticket = if let Some(key) = pass.key() {

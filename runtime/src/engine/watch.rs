@@ -64,7 +64,7 @@ impl Coordinator {
     /// Handles a receiver that has no memory for KV of a request: the link is paused for a moment, and
     /// requests whose KV was to be sent over it are placed again.
     pub(super) fn refused(&mut self, request: RequestId, (from, to): Pair, reason: String) {
-        tracing::warn!(request, %from, %to, reason, "a way for KV rests");
+        tracing::warn!(request, %from, %to, reason, "KV path suspended");
         let Some(tracked) = self.requests.get_mut(&request) else { return };
         tracked.refusals += 1;
         if tracked.refusals >= REFUSALS_MAX {
@@ -102,7 +102,7 @@ impl Coordinator {
             if handle.silent_after(since).0 > now.0 {
                 continue;
             }
-            let detail = format!("it has work and has said nothing of it for {:.0} s", (now - since).0);
+            let detail = format!("it has work and has reported nothing for {:.0} s", (now - since).0);
             self.metrics.instances_silent.inc();
             self.failed(instance, &Error::new(ErrorKind::Timeout, detail));
         }

@@ -1,8 +1,8 @@
 //! The worker of one instance: a device, a copy of the model and the instance machine.
 //!
-//! The worker carries out what the machine decides and makes no choice of its own. It is a task that may
-//! block (on its device), so it has its own thread. Everything it shares goes through its two inboxes: orders
-//! are carried out between steps, peers' messages about KV also during them (`step.rs`).
+//! The worker carries out the machine's decisions and makes none of its own. It is a task that may block (on
+//! its device), so it has its own thread. Everything it shares goes through its two inboxes: orders are
+//! carried out between steps, peers' messages about KV also during them (`step.rs`).
 
 use super::compiled::GrammarWait;
 use super::draw::Draw;
@@ -51,9 +51,9 @@ pub(super) struct Active {
     pub(super) wanted: Arc<GenerateRequest>,
     /// What changes its logits; none if nothing does.
     pub(super) shaping: Option<Shaping>,
-    /// KV of it that another instance will send.
+    /// KV of the request that another instance will send.
     pub(super) expected: Option<ExpectedKv>,
-    /// What is done for it now.
+    /// The work in progress for it.
     pub(super) phase: WorkPhase,
 }
 
@@ -120,7 +120,7 @@ impl Worker {
             // The coordinator waits for no worker, so it makes room.
             self.reports.room().await;
             self.catch_up()?;
-            // Messages that come meanwhile wait for the next step, so that fast senders cannot keep the step
+            // Messages that arrive later wait for the next step, so that fast senders cannot keep the step
             // from running.
             for _ in 0..self.words.len() {
                 let Ok((peer, word)) = self.words.try_recv() else { break };
@@ -351,7 +351,7 @@ impl Worker {
             match transfer {
                 Transfer::Prefix => {
                     self.machine_step(Event::Unlend { request })?;
-                    // blocks of it that were found to be corrupt are gone
+                    // its corrupt blocks are gone
                     self.report_tiers();
                 }
                 Transfer::HandOff => {

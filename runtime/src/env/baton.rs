@@ -1,9 +1,9 @@
 //! Blocking workers of the seeded environment: each has a thread, and one runs at a time.
 //!
-//! Waiting for a device's queue blocks the caller. On a single thread no other task could run meanwhile, and
-//! virtual time would have to jump ahead for all of them. So each worker has a thread of its own, and a baton
-//! passes between it and the event loop that owns the time; whichever lacks the baton sleeps. Runs with equal
-//! seeds stay equal.
+//! Waiting for a device's queue blocks the caller. On a single thread no other task could run during the
+//! wait, and virtual time would have to jump ahead for all of them. So each worker has a thread of its own,
+//! and a baton passes between it and the event loop that owns the time; whichever lacks the baton sleeps.
+//! Runs with equal seeds stay equal.
 
 use super::{Task, WORKER_STACK_BYTES};
 use mixfleet_hal::units::Seconds;
@@ -69,8 +69,8 @@ impl WorkerThread {
                 };
                 let ends = matches!(turn, Turn::Done | Turn::Panicked(_));
                 if ends {
-                    // Dropping the task wakes others; that must happen in this turn, not at some time in the
-                    // next one's.
+                    // Dropping the task wakes others; that must happen in this turn, not at an arbitrary time
+                    // in the next one's.
                     task = None;
                 }
                 thread.hand_back(turn);

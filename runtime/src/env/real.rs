@@ -36,8 +36,8 @@ impl RealEnv {
         }
     }
 
-    /// An environment on a thread of its own, which ends with the process and whose tasks continue whatever
-    /// other threads do.
+    /// An environment on a separate thread, which ends with the process and whose tasks continue regardless
+    /// of other threads.
     ///
     /// # Errors
     /// When the operating system has no thread or no descriptors for it.

@@ -28,7 +28,7 @@ struct World {
     now: Ordered,
     tasks: BTreeMap<u64, Task>,
     workers: BTreeMap<u64, Worker>,
-    /// Tasks that are being polled, and whether they were woken meanwhile.
+    /// Tasks that are being polled, and whether they were woken during the poll.
     polled: BTreeMap<u64, bool>,
     spawned: u64,
     /// Timers, by deadline and order of creation.
@@ -122,7 +122,7 @@ impl SeededEnv {
         lock(&self.world).threads_refused = refused;
     }
 
-    /// Returns at virtual time `time`. On a worker's thread others run meanwhile; elsewhere, as before
+    /// Returns at virtual time `time`. On a worker's thread others run in between; elsewhere, as before
     /// anything runs, time just passes.
     pub fn block_until(&self, time: Seconds) {
         if time <= self.now() || WorkerThread::block_own(time, false) {
@@ -488,7 +488,7 @@ mod tests {
     }
 
     /// Has a worker wait for at most 2 s for an answer that comes after `answer_s`; returns whether it came,
-    /// when the wait ended, and whether another task ran meanwhile.
+    /// when the wait ended, and whether another task ran during it.
     fn waited(env: &SeededEnv, answer_s: u64) -> (bool, f64, bool) {
         let (tell, told) = tokio::sync::oneshot::channel::<()>();
         let (result, seen) = tokio::sync::oneshot::channel();

@@ -47,7 +47,7 @@ macro_rules! begun {
     };
 }
 
-/// Values of several parts, each of which is given to one of the methods, behind its name.
+/// Values of several fields; each is passed to one of the methods, after its name.
 macro_rules! parts {
     ($($part:ident: $($method:ident($($name:ty)?)),*;)*) => {
         $(impl ser::$part for Check {

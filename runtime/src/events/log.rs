@@ -87,7 +87,7 @@ impl EventLog {
 }
 
 impl Writer {
-    /// Ends the log behind what was written so far.
+    /// Ends the log after the events written so far.
     ///
     /// # Errors
     /// The disk's.
@@ -105,7 +105,7 @@ struct File {
 
 impl File {
     async fn write(mut self, closing: oneshot::Receiver<()>) -> io::Result<()> {
-        // Nobody may want to close it: then it ends with the serving.
+        // If the caller does not close it, it ends with the process.
         let closing = async {
             if closing.await.is_err() {
                 std::future::pending::<()>().await;
@@ -119,7 +119,7 @@ impl File {
                 Ok(message) => message,
                 Err(_) if !open => break,
                 Err(_) => {
-                    // Who reads along sees all that happened.
+                    // A reader of the log sees all events so far.
                     self.sink.flush()?;
                     tokio::select! {
                         biased;
@@ -155,7 +155,7 @@ mod tests {
     use crate::env::SeededEnv;
     use std::sync::Mutex;
 
-    /// A disk that takes so many bytes.
+    /// A disk with room for this many bytes.
     struct Disk {
         kept: Arc<Mutex<Vec<u8>>>,
         room: usize,
@@ -176,14 +176,14 @@ mod tests {
         }
     }
 
-    /// What is on a disk with `room` bytes of room after `values`, and how closing it went.
+    /// The content of a disk with `room` bytes of room after `values`, and the result of closing it.
     fn written(room: usize, queued_bytes_max: usize, values: &[f64]) -> (String, io::Result<()>) {
         let env = SeededEnv::new(1);
         let kept = Arc::new(Mutex::new(Vec::new()));
         let sink = Box::new(Disk { kept: kept.clone(), room });
         let shared: SharedEnv = Arc::new(env.clone());
         let (mut log, writer) = EventLog::bounded(&shared, sink, queued_bytes_max);
-        // nothing else runs meanwhile: all of it waits for the disk
+        // no other task runs in between: all of it waits for the disk
         values.iter().for_each(|value| log.write(value));
         let result = env.run(async move { writer.close().await });
         let text = String::from_utf8(kept.lock().unwrap().clone()).unwrap();

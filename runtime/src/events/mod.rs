@@ -1,5 +1,5 @@
-//! The log of all that the fleet's machine was told and answered, as JSON lines that a fresh machine can be
-//! fed with.
+//! The log of all inputs and outputs of the fleet machine, as JSON lines that can be replayed on a fresh
+//! machine.
 //!
 //! ```text
 //! {"schema":"mixfleet.events/1","version":...,"fleet":FleetConfig}
@@ -7,8 +7,8 @@
 //! {"end":null}                                          or why the log ends before serving does
 //! ```
 //!
-//! Floats are written so that they read back the same. A log without its last line was cut: whoever wrote it
-//! was killed.
+//! Floats are written so that they read back the same. A log without its last line was cut: the writing
+//! process was killed.
 
 mod finite;
 mod log;
@@ -50,7 +50,7 @@ fn json(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).expect("plain data, in memory")
 }
 
-/// The fleet's machine, with a log of what it is told and answers where one is wanted, and what that costs.
+/// The fleet machine, with an optional log of its inputs and outputs, and the log's cost.
 pub(crate) struct LoggedFleet {
     machine: Fleet,
     log: Option<EventLog>,

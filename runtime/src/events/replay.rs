@@ -26,7 +26,7 @@ pub enum ReplayError {
     Malformed {
         /// Where, from 1.
         line: u64,
-        /// What is wrong.
+        /// The fault.
         message: String,
     },
 }
@@ -49,13 +49,13 @@ pub struct Replay {
     pub version: String,
     /// Steps that were replayed.
     pub steps: u64,
-    /// Of them, arrivals.
+    /// Number of arrivals.
     pub arrivals: u64,
     /// Actions that they gave.
     pub actions: u64,
     /// Steps whose line came out otherwise.
     pub differing: u64,
-    /// The first of them.
+    /// The first one.
     pub first: Option<Difference>,
     /// The log says that it is whole.
     pub whole: bool,
@@ -63,11 +63,11 @@ pub struct Replay {
     pub ended: Option<String>,
     /// Its last line is incomplete and was left out.
     pub cut: bool,
-    /// Decisions on the request that was asked for, in order, with why it was turned away if it was.
+    /// Decisions on the requested request, in order, with the reason if it was rejected.
     pub decisions: Vec<(Box<Explanation>, Option<RejectReason>)>,
 }
 
-/// What was told in a step; the actions are compared as text.
+/// Input of a step; the actions are compared as text.
 #[derive(Deserialize)]
 struct Told {
     now: Seconds,

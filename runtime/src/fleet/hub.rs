@@ -33,7 +33,7 @@ const EVENTS_MAX: usize = 1024;
 /// Commands of routers that may wait for the ledger; sessions wait while there are more.
 const GIVEN_MAX: usize = 1024;
 
-/// Ends of instances that routers are told of when they come later.
+/// Ends of instances, reported to routers that come later.
 const ENDS_MAX: usize = 1024;
 
 /// The configuration of a process with devices.
@@ -390,7 +390,7 @@ impl HubTask {
         }
     }
 
-    /// Tells the other routers, and those that come later, that one of them lost an instance.
+    /// Reports to the other routers, and to later ones, that one of them lost an instance.
     fn ended(&mut self, of: RouterId, instance: InstanceId, notice: EndNotice) {
         let is_same = |known: &EndNotice| (known.engine, known.digest) == (notice.engine, notice.digest);
         let now = self.env.now();

@@ -1,7 +1,7 @@
 //! The work that each router gave to the instances of a process, for telling the other routers.
 //!
-//! Commands announce work, and reports its progress. New and completed work is told at once, and prompts that
-//! progress once per step; the lengths of answers are told on a beat.
+//! Commands announce work, and reports its progress. New and completed work is reported immediately, and the
+//! progress of prompts once per step; the lengths of answers are reported periodically.
 
 use crate::engine::messages::{EndNotice, FromWorker, Job, Order};
 use crate::request::RouterId;
@@ -12,13 +12,13 @@ use mixfleet_scheduler::fleet::{InstanceId, OthersWork};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// Interval at which routers are told the lengths of others' answers.
+/// Interval at which routers are sent the lengths of other routers' answers.
 pub(super) const BEAT: Duration = Duration::from_millis(100);
 
 /// A request on an instance.
 type WorkKey = (InstanceId, RequestId);
 
-/// Work of one router, to be told to the others.
+/// Work of one router, to be reported to the others.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct WorkUpdate {
     pub(super) of: RouterId,
@@ -208,7 +208,7 @@ pub(super) enum OrderedWork {
     Work { request: RequestId, prompt: Option<PromptWork>, answer: Option<AnswerWork> },
     /// Work is cancelled.
     Cancel { request: RequestId },
-    /// A router lost an instance, which the others are told.
+    /// A router lost an instance; the report goes to the others.
     Ended { of: RouterId, notice: EndNotice },
 }
 

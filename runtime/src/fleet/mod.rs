@@ -6,10 +6,10 @@
 //!                      \--session--> hub of worker process Y -> its instances
 //! ```
 //!
-//! A [`Router`] is a coordinator whose instances live elsewhere; a [`Hub`] lets several routers use the
-//! instances of one process. They speak by [`Session`]s, whatever carries them: this module knows no network,
-//! and runs in the seeded environment. Who is a member is told from outside too: [`registry`] knows it from a
-//! store, which with the feature `fleet` is etcd; then `rpc` carries sessions between hosts.
+//! A [`Router`] is a coordinator whose instances are in other processes; a [`Hub`] lets several routers use
+//! the instances of one process. They communicate by [`Session`]s over any connection: this module knows no
+//! network, and runs in the seeded environment. Membership comes from outside too: [`registry`] reads it from
+//! a store, which with the feature `fleet` is etcd; then `rpc` carries sessions between hosts.
 //!
 //! What a session that ends means is the whole of the failure semantics here: at a router its instances
 //! are lost and their requests go on elsewhere; at a hub the router's requests are dropped, or the way to

@@ -1,7 +1,8 @@
-//! Who may say what to an instance: a router speaks of its own requests, a peer of its own transfers.
+//! Access rules for instances: a router may send orders on its own requests, a peer messages on its own
+//! transfers.
 //!
-//! What a router says is an [`Order`] and what a peer says is a word on KV, each in a session that carries
-//! nothing else: what is looked at here is whose it is.
+//! A router sends [`Order`]s and a peer sends KV messages, each in a session that carries nothing else: the
+//! rules here check the owner of each.
 
 use super::ledger::OrderedWork;
 use super::session::{Command, PeerMessage};
@@ -20,7 +21,7 @@ use tokio::sync::mpsc;
 /// an instance that is gone, and no more.
 const REFUSED_MAX: usize = 32;
 
-/// What takes a session's messages to the instances of this process.
+/// Carries a session's messages to the instances of this process.
 pub(super) struct Listening {
     pub(super) own: BTreeSet<InstanceId>,
     pub(super) directory: Directory,
@@ -89,8 +90,8 @@ impl Listening {
     }
 }
 
-/// Carries messages, as `into` has them, until their receiver leaves the directory or the session ends. Then
-/// its inbox is closed, which whoever waits for it notices.
+/// Carries messages, as `into` converts them, until their receiver leaves the directory or the session ends.
+/// Then its inbox is closed, which a waiting receiver notices.
 pub(super) async fn relay<M, C>(
     mut messages: MessageReceiver<M>,
     out: MessageSender<C>,
@@ -173,7 +174,7 @@ mod tests {
         (taken.collect(), refused.get())
     }
 
-    /// What reaches `instance` of words in the name of `from` that a process with instance 1 says, and how
+    /// The KV messages that reach `instance` in the name of `from` from a process with instance 1, and how
     /// many were refused.
     fn told(instance: InstanceId, from: InstanceId) -> (usize, u64) {
         let (request, attempt) = (0, 0);

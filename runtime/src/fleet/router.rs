@@ -69,7 +69,7 @@ impl Router {
                 self.directory.enter(instance, Inboxes { orders: Some(orders), words: None });
                 let command = move |message| match message {
                     ToWorker::Order(order) => Some(Command { instance, order }),
-                    // Of its own process.
+                    // The one of its own process.
                     ToWorker::Abandon { .. } | ToWorker::Inspect(_) => None,
                 };
                 self.env.spawn(Box::pin(relay(messages, out.clone(), command)));

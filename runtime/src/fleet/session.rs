@@ -30,7 +30,7 @@ impl std::fmt::Debug for Caller {
     }
 }
 
-/// What must be equal in all processes of a fleet.
+/// Properties that must be equal in all processes of a fleet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelIdentity {
     /// Digest of configuration and weights.
@@ -93,7 +93,7 @@ pub enum SessionRefusal {
     )]
     InstanceTaken(InstanceId),
     /// The limit of concurrent calls is reached.
-    #[error("this process is asked for as much as it takes at once: the caller tries again")]
+    #[error("this process has the maximum number of concurrent requests: the caller retries")]
     Busy,
     /// The process is ending.
     #[error("this process is ending")]

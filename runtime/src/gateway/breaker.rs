@@ -1,9 +1,9 @@
-//! Rests an engine that fails one request after the other, and has one request try it after each pause.
+//! Suspends an engine that fails repeatedly, and tries it with one request after each pause.
 //!
 //! A failure counts once it is the engine's own: when another engine has begun to answer the same request,
-//! when the answer had begun, or when the request was the one that tries. A request that no engine answers
-//! counts against none of them, so that a bad request rests nobody and an engine alone never rests. Where
-//! only resting engines could take a request, it goes to one of them.
+//! when the answer had begun, or when the request was the trial. A request that no engine answers counts
+//! against none of them, so that a bad request suspends none, and a single engine is never suspended. If only
+//! suspended engines could take a request, it goes to one of them.
 
 use super::{ChoiceLimits, Fleetwide, Gateway};
 use mixfleet_hal::outside::EngineFault;
@@ -12,13 +12,13 @@ use mixfleet_scheduler::batch::RequestId;
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// Failures in a row after which an engine rests.
+/// Consecutive failures after which an engine is suspended.
 pub(super) const FAILURES_MAX: u32 = 3;
 /// The first pause; each further one is twice as long, up to the maximum.
 pub(super) const PAUSE_FIRST: Seconds = Seconds(1.0);
 const PAUSE_MAX: Seconds = Seconds(60.0);
 
-/// What an engine's latest requests have shown of it.
+/// State of an engine's circuit breaker.
 #[derive(Debug)]
 pub(super) struct Breaker {
     phase: BreakerPhase,
@@ -26,7 +26,7 @@ pub(super) struct Breaker {
     failures: u32,
     /// The length of the next pause.
     pause: Seconds,
-    /// The latest failure, in the words of the log.
+    /// The latest failure, as in the log.
     fault: String,
 }
 
@@ -48,7 +48,7 @@ impl Default for Breaker {
 }
 
 impl Breaker {
-    /// Whether it rests, or one request tries it.
+    /// Whether it is suspended, or one request tries it.
     pub(super) fn is_open(&self) -> bool {
         self.phase != BreakerPhase::Closed
     }
@@ -69,7 +69,7 @@ impl Breaker {
         }
     }
 
-    /// A request that was asked then has its first token; true if that ends the rest. One more failure
+    /// A request sent at that time has its first token; true if that ends the suspension. One more failure
     /// before a whole answer begins it again.
     fn began(&mut self, asked: Seconds) -> bool {
         let (BreakerPhase::Open { since, .. } | BreakerPhase::HalfOpen { since, .. }) = self.phase else {
@@ -135,14 +135,14 @@ impl Breaker {
         is_due
     }
 
-    /// Lets a request try it at once if it rests: it was started anew.
+    /// Lets a request try it immediately if it is suspended: it was restarted.
     pub(super) fn restarted(&mut self, now: Seconds) {
         if let BreakerPhase::Open { since, .. } | BreakerPhase::HalfOpen { since, .. } = self.phase {
             self.phase = BreakerPhase::Open { since, until: now };
         }
     }
 
-    /// What is shown of an engine that rests.
+    /// The displayed state of a suspended engine.
     fn shown(&self, engine: &str, now: Seconds) -> Option<Value> {
         let tried_in = match self.phase {
             BreakerPhase::Closed => return None,
@@ -181,7 +181,7 @@ impl Gateway {
         }
     }
 
-    /// Reports that a request that was asked then has its first token, or the whole answer.
+    /// Reports that a request sent at that time has its first token, or the whole answer.
     pub(super) fn note_began(&self, at: usize, asked: Seconds) {
         let mut state = self.lock();
         if state.seats[at].breaker.began(asked) {
@@ -218,7 +218,7 @@ impl Gateway {
     fn say_rest(&self, at: usize, pause: Option<Seconds>, fault: &EngineFault) {
         let Some(pause) = pause else { return };
         let engine = self.engine(at).name();
-        tracing::warn!(engine, pause_s = pause.0, %fault, "an engine fails again and again and rests");
+        tracing::warn!(engine, pause_s = pause.0, %fault, "engine suspended after repeated failures");
         self.metrics.engine_rested(engine);
     }
 
@@ -272,7 +272,7 @@ mod tests {
     fn a_first_token_ends_the_rest_and_a_whole_answer_the_memory_of_it() {
         let mut breaker = opened(5.0);
         assert!(breaker.placed(Seconds(6.0), 7));
-        assert!(!breaker.began(Seconds(4.0)), "it was asked before the engine rested");
+        assert!(!breaker.began(Seconds(4.0)), "the request was sent before the suspension");
         assert!(breaker.began(Seconds(6.0)) && !breaker.is_open());
         assert_eq!(breaker.failed(Seconds(7.0), &fault()), Some(Seconds(2.0)), "one more failure is enough");
         assert!(breaker.placed(Seconds(9.0), 8) && breaker.began(Seconds(9.0)));

@@ -7,7 +7,7 @@ use crate::env::Env;
 use crate::metrics::DeviceLabels;
 
 const BROKEN: Habit = Habit::Faults(EngineFaultKind::Failed);
-/// It takes what is predicted.
+/// It takes the predicted time.
 const WELL: Habit = Habit::Answers(2, 0.02);
 
 fn device(name: &str) -> DeviceLabels {
@@ -37,7 +37,7 @@ fn an_engine_that_fails_rests_and_one_request_tries_it_after_each_pause() {
         env.sleep(pause(PAUSE_FIRST.0)).await;
         let together = futures_util::future::join_all((0..6).map(|_| streamed(&gateway, "b"))).await;
         assert!(together.iter().all(|answer| *answer == ("xx".to_owned(), None)), "{together:?}");
-        assert_eq!(asked(&engines), [4, 16], "one of them tried it, and was answered by the other");
+        assert_eq!(asked(&engines), [4, 16], "one request tried it, and the other engine answered");
         env.sleep(pause(PAUSE_FIRST.0 * 1.5)).await;
         assert_eq!(streamed(&gateway, "c").await.1, None);
         assert_eq!(asked(&engines)[0], 4, "the second pause is longer");
@@ -84,7 +84,7 @@ fn a_request_finds_the_one_engine_that_answers_and_a_bad_request_rests_none() {
             let fault = streamed(&gateway, "b").await.1.unwrap();
             assert_eq!(fault.kind, EngineFaultKind::Failed);
         }
-        assert_eq!(asked(&engines), [7, 7, 7, 7, 9], "those that rest are asked where nobody else is");
+        assert_eq!(asked(&engines), [7, 7, 7, 7, 9], "suspended engines get requests if there are no others");
         assert_eq!(gateway.resting_engines().len(), 4, "the last one has not been shown to be at fault");
         *engines[2].habit.lock().unwrap() = WELL;
         for _ in 0..2 {

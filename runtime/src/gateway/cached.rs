@@ -1,8 +1,8 @@
 //! What engines have cached, in our hashes, so that requests are placed where their prefix is.
 //!
-//! One task per engine follows its cache. The blocks that it names are kept with our keys of them, and the
-//! machine is told of the keys. A request's token ids are asked of an engine: without them, it is placed as
-//! if nothing of it were cached.
+//! One task per engine follows its cache. The blocks that it names are kept with our keys, and the machine is
+//! notified of the keys. A request's token ids are requested from an engine: without them, it is placed as if
+//! none of its prompt were cached.
 
 use super::{EngineSpec, Gateway, RelayRequest};
 use crate::env::Env;
@@ -25,9 +25,9 @@ pub(super) const KV_DTYPE: DType = DType::F16;
 const BLOCKS_MAX: usize = 1 << 21;
 /// Time in which an engine is to say the token ids of a request.
 const READ_MAX: Duration = Duration::from_millis(250);
-/// Time in which none is asked again after one did not say.
+/// Time in which no engine is asked for token ids after one did not return them.
 const READ_AGAIN: Seconds = Seconds(1.0);
-/// Time after which an engine that could not be asked what it has cached is asked again.
+/// Time until an engine that could not be asked for its cache's content is asked again.
 const FOLLOW_AGAIN: Duration = Duration::from_secs(10);
 
 /// The blocks that an engine has.
@@ -141,7 +141,7 @@ impl EngineCache {
     }
 }
 
-/// What is known of an engine's cache, for display.
+/// The known content of an engine's cache, for display.
 #[derive(Clone, Debug, serde::Serialize)]
 pub(crate) struct CacheView {
     engine: String,
@@ -149,11 +149,11 @@ pub(crate) struct CacheView {
     block_tokens: u32,
     /// The engine's own names of the blocks, by part.
     blocks: BTreeSet<(u32, u64)>,
-    /// How many keys the machine has of them.
+    /// Number of its keys in the machine.
     keys: usize,
 }
 
-/// The hasher of a gateway's prompts. What is hashed never leaves the process.
+/// The hasher of a gateway's prompts. The hashes never leave the process.
 pub(super) fn hasher(env: &dyn Env, model: &str) -> PrefixHasher {
     let secret = [env.random().to_le_bytes(), env.random().to_le_bytes()].concat();
     let namespace = Namespace {
@@ -250,7 +250,7 @@ impl Gateway {
         }
     }
 
-    /// Has an engine say the token ids of a request, and adds what placement makes of them.
+    /// Requests the token ids of a request from an engine, and adds their keys for placement.
     pub(super) async fn read_prompt(&self, mut wanted: RelayRequest) -> RelayRequest {
         let Some((engine, sizes)) = self.reader() else { return wanted };
         let call = EngineCall {
@@ -288,7 +288,7 @@ impl Gateway {
         wanted
     }
 
-    /// An engine that is asked for token ids, in turn, and the sizes of blocks; none if it is of no use.
+    /// An engine to ask for token ids, in rotation, and the sizes of blocks; none if it is of no use.
     fn reader(&self) -> Option<(Arc<dyn OutsideEngine>, BTreeSet<u32>)> {
         let now = self.env.now();
         let mut state = self.lock();
@@ -309,7 +309,7 @@ impl Gateway {
         has_some.then(|| (self.engine(at).clone(), sizes))
     }
 
-    /// What is known of all engines' caches.
+    /// The known content of all engines' caches.
     pub(crate) fn caches(&self) -> Vec<CacheView> {
         let state = self.lock();
         let held = state.front.machine().held();
@@ -328,7 +328,7 @@ impl Gateway {
 }
 
 impl super::Fleetwide {
-    /// Tells the machine, of an engine that came up, what is known of its cache.
+    /// Reports the known cache content of an engine that came up to the machine.
     pub(super) fn tell_cache(&mut self, at: usize) {
         let hashes = self.seats[at].cache.keys();
         if !hashes.is_empty() {

@@ -8,7 +8,7 @@ use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
 use std::sync::Arc;
 
-/// Words of a short prompt, and most of a long one.
+/// Number of random texts of a short prompt, and most of a long one.
 const SHORT: u32 = 8;
 const LONG_MAX: u32 = 512;
 /// Tokens of an answer.
@@ -36,7 +36,7 @@ pub(super) async fn calibrate(
     model: &str,
     context: u32,
 ) -> Result<Coefficients, EngineFault> {
-    // a word of random letters takes some 4 tokens
+    // a text of random letters takes some 4 tokens
     let words = (context.saturating_sub(2 * TOKENS) / 8).clamp(1, LONG_MAX);
     let answer = |words: u32| async move { timed(env, engine, model, words).await };
     // what an engine does once, at its first request, is not measured

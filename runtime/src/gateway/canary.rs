@@ -48,9 +48,9 @@ pub(super) fn pair_of(from: usize, to: usize) -> CanaryPair {
 }
 
 impl Passage {
-    /// Has a copy of the request before the answered one run as a canary, if a pair that the answered one met
-    /// is due for one. The latest KV that this pair transferred may be that of the answered request: blocks
-    /// of it that are taken for the canary's would not be noticed in a copy of it.
+    /// Runs a copy of the request before the answered one as a canary, if a pair that the answered one met is
+    /// due for one. The latest KV that this pair transferred may be that of the answered request: if its
+    /// blocks were mistaken for the canary's, a copy of that request would not reveal it.
     pub(super) fn send_canary(&self) {
         if self.canary_pairs.is_empty() {
             return;
@@ -194,7 +194,7 @@ impl Gateway {
         }
     }
 
-    /// Asks an engine for its part of a canary, behind other requests if it has priorities.
+    /// Sends an engine its part of a canary, at low priority if it supports priorities.
     async fn ask_part(
         &self,
         canary: &Canary,
@@ -282,7 +282,7 @@ impl Fleetwide {
         format!("{from} > {to}")
     }
 
-    /// Whether KV between them is checked by whoever receives it.
+    /// Whether the receiver checks KV between them.
     fn checks_kv(&self, pair: CanaryPair) -> bool {
         [pair.from, pair.to].iter().any(|end| self.seats[end.0 as usize].checks_kv)
     }

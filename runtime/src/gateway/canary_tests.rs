@@ -102,7 +102,7 @@ struct KvEngine {
     env: Arc<SeededEnv>,
     role: Role,
     transfers: Arc<Mutex<Transfers>>,
-    /// What happens to KV that this engine pulls, and to what share of it.
+    /// The fault in KV that this engine pulls, and the affected share.
     fault: Mutex<(KvFault, f64)>,
     /// Its prefix cache, by salt and prompt: damaged KV stays damaged in it.
     cache: Mutex<HashMap<(String, Vec<u8>), Kv>>,
@@ -286,7 +286,7 @@ async fn kv_gateway(
     logged_gateway(env, roles, drift, config, None).await
 }
 
-/// Asks once, and waits until no canary is in flight. True if the answer is that of undamaged KV.
+/// Sends a request, and waits until no canary is in flight. True if the answer is that of undamaged KV.
 async fn is_right(gateway: &Arc<Gateway>, number: usize) -> bool {
     let prompt = format!("prompt {number}").into_bytes();
     let expected = said(&kv_of(&prompt));
@@ -338,7 +338,7 @@ fn a_new_pair_shares_requests_once_it_is_proven() {
         assert_eq!(metric(&gateway, "mixfleet_canary_shares{from=\"e0\",to=\"e1\"}"), 1.0);
         assert!(metric(&gateway, "mixfleet_canary_tokens_total{device=\"e1\"}") >= 32.0 * 2.0 * 129.0);
         assert!(metric(&gateway, "mixfleet_canary_time_seconds_total{device=\"e0\"}") >= 31.9);
-        // one refused a priority, and is asked without since
+        // one refused a priority, and gets none since
         let asked = engines[1].canaries.load(Ordering::Relaxed);
         assert!((64..=70).contains(&asked), "{asked}");
         assert_eq!(gateway.lock().front.machine().requests(), 0);
@@ -448,7 +448,7 @@ fn the_log_says_what_engines_are_and_replays_to_the_same_decisions() {
         let (gateway, engines) = logged_gateway(&env, &roles, 0.01, every(), Some(log)).await;
         *engines[1].fault.lock().unwrap() = (KvFault::OtherPrompt, 1.0);
         for number in 0..60 {
-            // one that decodes is gone for a while, so that one engine does all of it
+            // a decode engine is gone for a while, so that one engine does all of it
             let is_up = !(20..40).contains(&number);
             *engines[2].is_up.lock().unwrap() = is_up;
             assert!(is_right(&gateway, number).await, "request {number}");

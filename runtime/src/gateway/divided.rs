@@ -1,8 +1,8 @@
 //! One request on two engines: one computes its prompt, another one takes the KV over and answers.
 //!
-//! Whatever becomes of a hand-off, a request ends as one that was never divided would: where the KV is not
-//! handed over, or not taken over in time, an engine computes the prompt anew and answers. The engine that
-//! had the KV keeps it until it is taken, or until its own lease of it ends: it cannot be told to drop it.
+//! A divided request always ends like an undivided one: if the KV is not handed over, or not taken over in
+//! time, an engine recomputes the prompt and answers. The engine with the KV keeps it until it is taken, or
+//! until its own lease of it ends: there is no request to drop it.
 
 use super::relay::{Passage, QUEUE_MAX, lost, silent};
 use super::{Gateway, RelayRequest};
@@ -15,11 +15,11 @@ use mixfleet_scheduler::cost::{MeasuredSteps, Prefill};
 use mixfleet_scheduler::fleet::{Event, InstanceId};
 use std::time::Duration;
 
-/// Time that a share of a request gets beyond a multiple of what is predicted for it, since queues are only
-/// guessed at. Longer than any pull, and shorter than clients wait.
+/// Time for a part of a request beyond a multiple of its prediction, since queues are only estimated. Longer
+/// than any pull, and shorter than clients' timeouts.
 const SHARE_LATE: Seconds = Seconds(120.0);
 const SHARE_TIMES: f64 = 4.0;
-/// The same once the engine that had the KV is lost: what was not pulled by then never will be.
+/// The same once the engine with the KV is lost: KV that was not pulled by then never will be.
 const LOST_LATE: Seconds = Seconds(20.0);
 
 /// KV that an answer begins with.
@@ -59,7 +59,7 @@ impl Passage {
             EngineAnswer::HandedOff { hand_off, usage } => (hand_off, usage),
             refused @ EngineAnswer::Refused { .. } => return Ok(Some(refused)),
             EngineAnswer::Whole(_) | EngineAnswer::Stream(_) => {
-                let detail = "it was asked for a prompt's KV and answers with a text";
+                let detail = "it answered a request for a prompt's KV with text";
                 return Err(EngineFault::new(EngineFaultKind::Malformed, detail));
             }
         };
@@ -93,7 +93,7 @@ impl Passage {
         self.gateway.note_hand_off(taken.from, at);
     }
 
-    /// The engine that computes the prompt has no more to do with it.
+    /// The prefill engine has no more work on it.
     pub(super) fn leave_prompt(&mut self) {
         let Some(from) = self.prompt_at.take() else { return };
         let now = self.gateway.env.now();
@@ -117,7 +117,7 @@ impl Passage {
                 self.gateway.hand_off_failed(&ends, "not_taken_over");
                 ("its prompt's KV was not taken over", Some(taken.from))
             }
-            // that is the engine, whatever it was asked for; but what kills one may be what it takes over
+            // usually that engine, whatever its part; but an engine may die of the KV that it takes over
             (None, Some(taken), Cut) => {
                 let ends: Vec<usize> = self.at.into_iter().chain([taken.from]).collect();
                 self.gateway.hand_off_failed(&ends, "cut");

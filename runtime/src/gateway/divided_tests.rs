@@ -1,4 +1,4 @@
-//! Requests that two engines share, and what becomes of them when one of the two fails.
+//! Requests shared by two engines, and their outcome when one of the two fails.
 
 use super::tests::{Habit, Scripted, ShareHabit, asked, gateway_with, seeded, streamed, told, wanted};
 use super::*;
@@ -11,7 +11,7 @@ async fn roles(env: &Arc<SeededEnv>, roles: &[Role]) -> (Arc<Gateway>, Vec<Arc<S
     gateway_with(env, &habits, |at, engine| *engine.role.lock().unwrap() = roles[at]).await
 }
 
-/// What each engine was asked for: `w`hole requests, `p`rompts and `a`nswers.
+/// Requests to each engine: `w`hole requests, `p`rompts and `a`nswers.
 fn shares(engines: &[Arc<Scripted>]) -> Vec<String> {
     let letter = |share: &EngineShare| match share {
         EngineShare::Whole => 'w',
@@ -80,7 +80,7 @@ fn an_engine_that_fails_a_prompt_is_replaced_and_without_another_one_who_answers
             assert_eq!(explained(&gateway, "a")["failed"], serde_json::json!(["e0"]));
             *engines[1].sharing.lock().unwrap() = ShareHabit::Faults(kind);
             if kind == Cut {
-                // two engines broke off before anything came of it: it may be the cause
+                // two engines broke off before any token: it may be the cause
                 let refused = relay(&gateway, wanted("b", true)).await;
                 assert!(matches!(refused, Err(RelayError::Quarantined(_))));
                 return;
@@ -117,7 +117,7 @@ fn what_is_not_handed_over_or_not_taken_over_is_computed_by_one_engine() {
                     assert!(matches!(opening, Ok(RelayOpening::Whole(_))));
                 }
                 let mut shares = shares(&engines);
-                // any engine may compute all of it: of equals the first one does, unless it had the KV
+                // any engine may compute all of it: the first of equals does, unless it had the KV
                 if expected[1] == "w" {
                     shares =
                         vec![shares[0].replace('w', ""), "w".repeat(shares.concat().matches('w').count())];

@@ -1,4 +1,4 @@
-//! Keeps an eye on an engine: whether it answers, what it serves, how much it has to do.
+//! Monitors an engine: whether it answers, its models, and its load.
 
 use super::breaker::Breaker;
 use super::cached::KV_DTYPE;
@@ -142,7 +142,7 @@ impl Gateway {
         let seat = &mut state.seats[at];
         let all = told.running.zip(told.waiting).map(|(running, waiting)| running.saturating_add(waiting));
         let seen = all.map_or(0, |all| all.saturating_sub(seat.own)).min(OTHERS_MAX);
-        // One probe alone may have met requests that ended, or came, meanwhile.
+        // A single probe may have seen requests in the middle of their end or arrival.
         let others = seen.min(std::mem::replace(&mut seat.others_seen, seen));
         let (own, decoding) = (seat.own, seat.decoding);
         state.tell_others(at, others);

@@ -1,4 +1,4 @@
-//! Digest of what a body asks for, so that a request that was sent again is known.
+//! Digest of a body's content, so that a request that was sent again is recognised.
 
 use mixfleet_hal::outside::EngineEndpoint;
 use mixfleet_scheduler::quarantine::RequestDigest;
@@ -8,8 +8,8 @@ use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Fields that say nothing of what an engine computes: who asks, how soon, and in which form the answer
-/// comes. A seed is among them, since clients draw another one for each retry.
+/// Fields that do not change the computation: the user, the priority, and the form of the answer. A seed is
+/// among them, since clients draw another one for each retry.
 const WITHOUT_MEANING: [&str; 19] = [
     "cache_salt",
     "deadline",

@@ -1,4 +1,4 @@
-//! Requests that engines of others answer: a fleet machine says which, and bodies are relayed whole.
+//! Requests answered by external engines: a fleet machine chooses the engine, and bodies are relayed whole.
 //!
 //! Each client's request runs in the task of its connection (`relay`). It takes the machine's lock to be
 //! placed and to report its first token, its growth and its end, and never while it waits. One task per
@@ -75,21 +75,22 @@ const CONTEXT: u32 = 4096;
 const SEQUENCES: u32 = 64;
 /// Tokens of a block of an engine that does not tell.
 const BLOCK_TOKENS: u32 = 16;
-/// Requests of others at an engine that are counted at most.
+/// Maximum number of counted requests that an engine has from elsewhere.
 const OTHERS_MAX: u32 = 256;
-/// Prompt and answer that a request of others is assumed to have.
+/// Assumed prompt and answer of a request from elsewhere.
 const OTHERS_TOKENS: u32 = 512;
-/// KV bytes of a token where no engine's shape tells them: those of 8 billion weights with 8 KV heads, bf16.
+/// KV bytes of a token if no engine's shape is known: those of a model of 8 billion weights with 8 KV heads,
+/// bf16.
 const KV_BYTES_PER_TOKEN: u64 = 131_072;
-/// Ids from here on are of others' requests.
+/// Ids from here on are of requests from elsewhere.
 const OTHERS_FROM: RequestId = 1 << 63;
-/// Time that a request waits for an engine that rests, and between two attempts to place it.
+/// Time that a request waits for a suspended engine, and between two attempts to place it.
 const PATIENCE: Seconds = Seconds(3.0);
 const RETRY_WAIT: Duration = Duration::from_millis(20);
 /// Interval between two looks for a first engine.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// An engine and what the operator says of it.
+/// An engine and the operator's options for it.
 pub struct EngineSpec {
     /// How it is driven.
     pub engine: Arc<dyn OutsideEngine>,
@@ -101,7 +102,7 @@ pub struct EngineSpec {
     pub cost: Option<CostModel>,
     /// Whether it computes prompts, generates, or both.
     pub role: Role,
-    /// The way of KV out of it, or into it.
+    /// The KV link out of it, or into it.
     pub nic: LinkCost,
     /// KV bytes of a token, where the model's shape is known.
     pub kv_bytes_per_token: Option<u64>,
@@ -146,11 +147,11 @@ pub(crate) struct RelayRequest {
     /// Whose share of the engines it uses.
     pub(crate) party: PartyId,
     pub(crate) hints: Hints,
-    /// What it asks for, once that is known.
+    /// Its digest, once that is known.
     pub(crate) digest: OnceLock<RequestDigest>,
 }
 
-/// Engines of others behind one fleet machine.
+/// External engines behind one fleet machine.
 pub struct Gateway {
     env: SharedEnv,
     metrics: Metrics,
@@ -192,7 +193,7 @@ struct Fleetwide {
     canary_subject: Option<CanarySubject>,
 }
 
-/// What is known of an engine now.
+/// The known state of an engine.
 #[derive(Default)]
 struct EngineSeat {
     /// As the machine has it; none while it is not up.
@@ -204,17 +205,17 @@ struct EngineSeat {
     breaker: Breaker,
     /// Requests from here in work there.
     own: u32,
-    /// Of them, those whose first token has come.
+    /// Requests whose first token has come.
     decoding: u32,
     /// Tokens in a chunk of its streams, once an answer has shown how many.
     tokens_per_chunk: Option<f64>,
-    /// Requests of others that the machine was told of.
+    /// Requests from elsewhere that the machine knows of.
     others: u32,
     /// How many there were at the last probe.
     others_seen: u32,
     /// Whether hand-offs of KV to it, or from it, fail.
     hand_offs: Breaker,
-    /// Why it did not serve when it was last probed in vain.
+    /// Why it did not serve at the latest failed probe.
     said: String,
     cache: cached::EngineCache,
     /// Layout and dtype of its KV, as far as it tells them.
@@ -225,7 +226,7 @@ struct EngineSeat {
     has_no_priorities: bool,
 }
 
-/// What is to be placed.
+/// A request to be placed.
 struct Asked<'a> {
     request: RequestId,
     wanted: &'a RelayRequest,
@@ -308,7 +309,7 @@ impl GatewayParts {
             quarantine: Mutex::default(),
             state: Mutex::new(state),
         });
-        // Those that answer now are up when clients are told that this serves.
+        // Engines that answer now are up when the server starts serving.
         let probes = (0..gateway.members.len()).map(|at| gateway.look_at(at));
         futures_util::future::join_all(probes).await;
         for at in 0..gateway.members.len() {
@@ -382,7 +383,7 @@ impl Gateway {
         self.lock().front.next_request()
     }
 
-    /// Places a request on an engine, or on two, none of which is avoided.
+    /// Places a request on an engine, or on two, excluding the avoided ones.
     fn place(&self, asked: &Asked<'_>) -> Result<EnginePlace, Rejected> {
         let &Asked { request, wanted, generated, due, avoided, mut undivided } = asked;
         let now = self.env.now();
@@ -430,7 +431,7 @@ impl Gateway {
         placed
     }
 
-    /// The same, but waits for a moment while an engine that could take it rests.
+    /// The same, but waits briefly while a suspended engine could take it.
     async fn place_patiently(&self, asked: &Asked<'_>) -> Result<EnginePlace, Rejected> {
         let until = self.env.now() + PATIENCE;
         loop {
@@ -450,7 +451,7 @@ impl Gateway {
         self.lock().front.step(event);
     }
 
-    /// Handles a fault of an engine: one that cannot be reached rests until it answers a probe.
+    /// Handles a fault of an engine: an unreachable one gets no requests until it answers a probe.
     fn fault(&self, at: usize, id: &str, fault: &EngineFault) {
         let engine = self.engine(at).name();
         tracing::warn!(id, engine, kind = ?fault.kind, %fault, "an engine gave no answer");
@@ -476,7 +477,7 @@ impl Gateway {
     fn count_instances(&self, state: &Fleetwide) {
         let up = state.seats.iter().filter(|seat| seat.instance.is_some()).count();
         self.metrics.instances.set(to_i64(up));
-        // whatever its role is, and even if it is known to fail
+        // in any role, and even if it is known to fail
         let serves = |seat: &EngineSeat| seat.instance.is_some() && !seat.rests;
         self.metrics.serves.set(state.seats.iter().any(serves).into());
         for (at, seat) in state.seats.iter().enumerate() {
@@ -506,15 +507,15 @@ impl Fleetwide {
         self.seats.iter().filter_map(|seat| seat.instance.as_ref()).any(has_part)
     }
 
-    /// Whether an engine that is none of `avoided` rests, and may soon take work again.
+    /// Whether a suspended engine outside `avoided` may soon take work again.
     fn some_rest(&self, avoided: &[usize]) -> bool {
         let resting = |seat: &EngineSeat| seat.rests && seat.instance.is_some();
         self.seats.iter().enumerate().any(|(at, seat)| resting(seat) && !avoided.contains(&at))
     }
 
-    /// Has the machine place a request on engines that are not avoided, in the best way that is left. Returns
-    /// also the pair that shares it, and those that would if their KV were proven; `undivided` says why one
-    /// engine does all of it.
+    /// Has the machine place a request on engines that are not avoided, in the best way that is left. Also
+    /// returns the pair that shares it, and the pair that would if its KV were proven; `undivided` says why
+    /// one engine does all of it.
     fn decide_any(
         &mut self,
         now: Seconds,
@@ -536,7 +537,7 @@ impl Fleetwide {
             pairs.extend(more);
         }
         let unproven = pairs.first().and_then(|pair| self.barred(*pair));
-        // Nor for a role: any engine can compute prompts and answer.
+        // In any role, too: any engine can compute prompts and answer.
         if is_for_lack_of_engines(&decided) && divides && !is_whole {
             *undivided = unproven.or(Some("no two engines with these roles can take it"));
             decided = self.decide(arrival, limits, RequestDivision::Undivided);
@@ -554,7 +555,7 @@ impl Fleetwide {
         self.front.decide(Arrival { exclude, division, ..arrival.clone() })
     }
 
-    /// Two engines may share a request, but for those of `apart` and those whose hand-offs fail.
+    /// Two engines may share a request, except those of `apart` and those whose hand-offs fail.
     fn divided_but_for(&self, apart: &[usize]) -> RequestDivision {
         let shares_nothing = |at: usize| apart.contains(&at) || self.seats[at].hand_offs.is_open();
         RequestDivision::NotAmong(self.instances_where(shares_nothing))
@@ -566,7 +567,7 @@ impl Fleetwide {
         (0..self.seats.len()).filter(is_up).filter(|at| meets(*at)).map(|at| InstanceId(to_u32(at))).collect()
     }
 
-    /// Tells the machine how many requests of others an engine has.
+    /// Reports to the machine how many requests from elsewhere an engine has.
     fn tell_others(&mut self, at: usize, others: u32) {
         let known = self.seats[at].others;
         let id = |k: u32| OTHERS_FROM + ((at as RequestId) << 32) + RequestId::from(k);

@@ -1,4 +1,4 @@
-//! Requests that one engine answers and nobody here reads: embeddings, responses.
+//! Requests that one engine answers and the gateway does not parse: embeddings, responses.
 
 use super::suspects::NoPlace;
 use super::{Asked, Gateway, RelayError, RelayRequest};
@@ -9,7 +9,7 @@ use mixfleet_scheduler::fleet::Event;
 use mixfleet_scheduler::quarantine::AnswerMoment;
 use std::sync::Arc;
 
-/// An answer on its way, with the place that its request has at its engine. Dropping it ends both.
+/// An answer in flight, with its request's slot at the engine. Dropping it ends both.
 pub(crate) struct PassedOn {
     pub(crate) answer: PassedAnswer,
     _stay: Stay,

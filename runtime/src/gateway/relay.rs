@@ -1,4 +1,4 @@
-//! One client's request on its way: placed, asked, relayed, and placed again where an engine fails.
+//! One client's request in flight: placed, sent, relayed, and placed again if an engine fails.
 
 use super::divided::TakenKv;
 use super::speed::Times;
@@ -41,7 +41,7 @@ pub(crate) enum RelayError {
     Rejected(Rejection),
     /// No engine gave an answer; what the last one said.
     Failed(EngineFault),
-    /// Engines ended with it.
+    /// Engines that ended with it.
     Quarantined(Quarantined),
 }
 
@@ -62,9 +62,9 @@ pub(crate) struct Passage {
     pub(super) undivided: Option<&'static str>,
     /// Engines that failed it.
     pub(super) avoided: Vec<usize>,
-    /// Of them, those that only a hand-off failed at: they are tried again before there is no answer.
+    /// Engines where only a hand-off failed: they are tried again before giving up.
     pub(super) doubted: Vec<usize>,
-    /// Of them, those that are at fault if another one answers it, and how they failed.
+    /// Engines that are at fault if another one answers the request, and their failures.
     suspects: Vec<(usize, EngineFault)>,
     due: Seconds,
     /// Predicted times: until the prompt is computed, or, once it is elsewhere, until its KV has landed; of
@@ -95,7 +95,7 @@ pub(crate) struct Passage {
 /// Places a request and waits for the beginning of its answer.
 ///
 /// # Errors
-/// Why there is none; the client has nothing of it then.
+/// Why there is no answer; the client has no part of it then.
 pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Result<RelayOpening, RelayError> {
     let came = gateway.env.now();
     let wanted = gateway.read_prompt(wanted).await;
@@ -178,9 +178,9 @@ impl Passage {
                     self.finish();
                     return None;
                 }
-                // What is lost behind the end of the last choice is only its lengths.
+                // Only the lengths are lost after the end of the last choice.
                 Some(Err(fault)) if self.ended >= self.wanted.choices => {
-                    tracing::warn!(id = %self.wanted.id, %fault, "an answer lost what came behind its end");
+                    tracing::warn!(id = %self.wanted.id, %fault, "an answer lost its trailing data");
                     self.finish();
                     return None;
                 }
@@ -264,7 +264,7 @@ impl Passage {
         }
     }
 
-    /// Asks the engines that it is placed on.
+    /// Sends the request to the engines of its placement.
     async fn ask(&mut self) -> Result<EngineAnswer, EngineFault> {
         let Some(at) = self.at else { return Err(lost()) };
         if let Some(prompt_at) = self.prompt_at
@@ -276,14 +276,14 @@ impl Passage {
         match answer {
             // the other one took the same body, without this parameter
             EngineAnswer::Refused { status, .. } if self.taken.is_some() => {
-                let detail = format!("it refuses what was handed over with status {status}");
+                let detail = format!("it refuses the handed-over KV with status {status}");
                 Err(EngineFault::new(EngineFaultKind::NotTaken, detail))
             }
             answer => Ok(answer),
         }
     }
 
-    /// Asks the engine that answers.
+    /// Sends the request to the engine that answers.
     async fn ask_answer(&mut self, at: usize) -> Result<EngineAnswer, EngineFault> {
         let share = self
             .taken
@@ -362,7 +362,7 @@ impl Passage {
 
     /// Takes it from the engine that failed it.
     fn failed(&mut self, fault: &EngineFault) {
-        // while it computes the prompt, only that one was asked
+        // while it computes the prompt, only that engine has the request
         if let Some(at) = self.prompt_at.or(self.at) {
             self.gateway.fault(at, &self.wanted.id, fault);
             self.avoided.push(at);
@@ -396,7 +396,7 @@ impl Passage {
         }
     }
 
-    /// An engine answers: it is in order, and those that failed before it are not.
+    /// An engine answers: it is healthy, and those that failed before it are not.
     fn clear(&mut self) {
         self.took_over();
         if !self.times.came {
@@ -520,7 +520,7 @@ impl Passage {
 }
 
 impl Passage {
-    /// Tells what was done for it at an engine that it leaves, for who records traces.
+    /// Records the work done at an engine that the request leaves, for traces.
     pub(super) fn tell_spans(&self, at: usize, now: Seconds) {
         let facts = |cached: Option<u32>, tokens: Option<u32>| {
             let mut facts =
@@ -558,7 +558,7 @@ impl Gateway {
 }
 
 fn not_an_answer() -> EngineFault {
-    EngineFault::new(EngineFaultKind::Malformed, "it was asked for an answer and hands KV over")
+    EngineFault::new(EngineFaultKind::Malformed, "it answered a plain request with a KV hand-off")
 }
 
 pub(super) fn lost() -> EngineFault {

@@ -12,7 +12,7 @@ use mixfleet_scheduler::fleet::{Event, InstanceId};
 /// Fewest further tokens whose time is learned from.
 const STEPS_LEARNED_MIN: u32 = 8;
 
-/// Factor by which lengths may differ from assumed ones; beyond it, what was learned is learned again.
+/// Factor by which lengths may differ from assumed ones; beyond it, corrections are learned again.
 const LENGTHS_WITHIN: f64 = 1.125;
 
 /// Times and counts of one attempt at a request.
@@ -33,7 +33,7 @@ pub(super) struct Times {
     pub(super) reported: ReportedSteps,
 }
 
-/// Chunks whose time was reported, with the last one's time.
+/// Chunks with reported times, and the last one's time.
 #[derive(Clone, Copy, Default)]
 pub(super) struct ReportedSteps {
     chunks: u32,
@@ -121,8 +121,7 @@ impl Passage {
         }
     }
 
-    /// Reports what was not reported yet of an answer that is complete, and again what was reported of other
-    /// lengths than it has.
+    /// Reports the unreported part of a complete answer, and repeats reports that assumed other lengths.
     pub(super) fn measure_all(&mut self, at: usize, usage: &EngineUsage) {
         self.gateway.learn_lengths(&self.wanted, usage);
         if !self.is_measured() {

@@ -9,7 +9,7 @@ fn learned(gateway: &Gateway, at: u32) -> SizedCorrections {
     gateway.lock().front.machine().learned(InstanceId(at)).expect("it is up")
 }
 
-/// Reads a stream until so many chunks have come, and leaves it.
+/// Reads this many chunks of a stream, and leaves it.
 async fn read(gateway: &Arc<Gateway>, chunks: usize) -> SizedCorrections {
     let Ok(RelayOpening::Stream(mut passage, _)) = relay(gateway, wanted("a", true)).await else {
         panic!("it streams")

@@ -49,7 +49,7 @@ fn rejected(answer: (RejectReason, Option<Seconds>)) -> NoPlace {
 }
 
 impl RelayRequest {
-    /// What it asks for. It is found out once, and only where engines have ended.
+    /// Its digest. Computed once, and only if engines have ended.
     pub(super) fn digest(&self) -> RequestDigest {
         *self.digest.get_or_init(|| meaning::of_body(self.endpoint, &self.body))
     }
@@ -60,8 +60,8 @@ impl Gateway {
         self.quarantine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Finds out what a request asks for if that matters now. It takes time for large bodies, so that it is
-    /// called where bodies are read.
+    /// Computes a request's digest if it matters now. It takes time for large bodies, so it is called where
+    /// bodies are read.
     pub(crate) fn note_digest(&self, wanted: &RelayRequest) {
         if !self.quarantine().is_empty() {
             wanted.digest();
@@ -190,7 +190,7 @@ impl Passage {
         EARLY + self.ttft * EARLY_TIMES
     }
 
-    /// Another engine goes on with it.
+    /// Another engine continues it.
     pub(super) fn tried_next(&self, at: usize, began: Seconds) {
         let mut quarantine = self.gateway.quarantine();
         if !quarantine.is_empty() {

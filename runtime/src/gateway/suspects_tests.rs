@@ -77,7 +77,7 @@ fn suspects_are_tried_one_at_a_time_and_all_innocents_are_answered() {
         assert!(one.is_ok() && other.is_ok());
         assert!((env.now() - began).0 < 5.0);
         drop((one, other));
-        assert_eq!(asked(&engines)[0], 1, "an engine that broke once rests");
+        assert_eq!(asked(&engines)[0], 1, "an engine that broke once is suspended");
         assert!(
             gateway
                 .quarantine()

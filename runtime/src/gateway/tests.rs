@@ -13,9 +13,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// What an engine does with requests.
 #[derive(Clone, Debug)]
 pub(super) enum Habit {
-    /// It answers with so many tokens, each after this time.
+    /// It answers with this many tokens, each after this time.
     Answers(usize, f64),
-    /// So many tokens come at once, and then nothing.
+    /// This many tokens come together, and then nothing.
     StallsAfter(usize),
     /// It gives this fault.
     Faults(EngineFaultKind),
@@ -24,9 +24,9 @@ pub(super) enum Habit {
 /// What an engine does with its share of a request that it shares with another one.
 #[derive(Clone, Debug)]
 pub(super) enum ShareHabit {
-    /// A prompt takes so long; what is handed over is taken.
+    /// A prompt takes this long; handed-over KV is accepted.
     Well(f64),
-    /// Nothing comes of it.
+    /// No answer.
     Hangs,
     /// It gives this fault.
     Faults(EngineFaultKind),
@@ -40,7 +40,7 @@ pub(super) struct Scripted {
     pub(super) habit: Mutex<Habit>,
     pub(super) sharing: Mutex<ShareHabit>,
     pub(super) role: Mutex<Role>,
-    /// The shares that it was asked for.
+    /// The parts that it was sent.
     pub(super) shares: Mutex<Vec<EngineShare>>,
     /// Prompts that it computes now.
     pub(super) prompts: AtomicUsize,
@@ -149,7 +149,7 @@ impl OutsideEngine for Scripted {
     }
 }
 
-/// Counts what is in work until it is dropped.
+/// Counts requests in progress until it is dropped.
 struct AtWork<'a>(&'a AtomicUsize);
 
 impl<'a> AtWork<'a> {
@@ -228,7 +228,7 @@ pub(super) async fn gateway_with(
     (parts(env, None).start(specs.collect()).await, engines)
 }
 
-/// An engine of which all is known.
+/// An engine with all properties known.
 pub(super) fn spec(engine: Arc<dyn OutsideEngine>, role: Role) -> EngineSpec {
     let cost = CostModel::Coefficients(Coefficients {
         prefill_s: PrefillCoefficients { overhead: 0.01, per_token: 0.001, per_token_squared: 0.0 },
@@ -276,7 +276,7 @@ pub(super) fn wanted(id: &str, stream: bool) -> RelayRequest {
     }
 }
 
-/// How often each engine was asked.
+/// Number of requests to each engine.
 pub(super) fn asked(engines: &[Arc<Scripted>]) -> Vec<usize> {
     engines.iter().map(|engine| engine.asked.load(Ordering::Relaxed)).collect()
 }
@@ -404,7 +404,7 @@ fn lengths_are_learned_and_an_engine_slower_than_predicted_is_corrected() {
         let ratio = gateway.lock().tokens_per_byte;
         assert!(
             (ratio - TOKENS_PER_BYTE).abs() < 1e-9,
-            "10 tokens in 40 bytes are what was assumed: {ratio}"
+            "10 tokens in 40 bytes match the assumption: {ratio}"
         );
         let corrections = gateway.lock().front.machine().learned(InstanceId(0)).unwrap();
         assert!(
@@ -439,7 +439,7 @@ fn has(feed: &tokio::sync::mpsc::UnboundedSender<EngineKvChange>, tokens: &[u32]
     feed.send(EngineKvChange::Stored { part: 0, parent: None, blocks, tokens, block_tokens }).unwrap();
 }
 
-/// The cached tokens that each engine is predicted to have for the next request, and who gets it.
+/// The predicted cached tokens of each engine for the next request, and its placement.
 async fn predicted(gateway: &Arc<Gateway>, id: &str) -> (Vec<u64>, usize) {
     assert_eq!(streamed(gateway, id).await.1, None);
     let explanation = gateway.placements.explain(id, |_| true).unwrap();
@@ -466,7 +466,7 @@ fn a_request_goes_where_its_prefix_is_cached() {
         let tokens: Vec<u32> = (0..80).collect();
         has(&feed, &tokens);
         env.sleep(Duration::from_millis(1)).await;
-        // what is not followed counts as empty
+        // an unfollowed cache counts as empty
         assert_eq!(predicted(&gateway, "there").await, (vec![0, 80], 1));
         let views = serde_json::to_value(gateway.caches()).unwrap();
         assert_eq!((&views[1]["keys"], views[1]["blocks"].as_array().unwrap().len()), (&5.into(), 5));

@@ -1,7 +1,7 @@
 //! Bounds on the text of a grammar, checked before the library sees it.
 //!
-//! They are cheap and coarse. What is within them may still take too long or too much memory: that is what a
-//! trial in a process of its own finds out (`trial.rs`).
+//! They are cheap and coarse. A text within them may still take too much time or memory: a trial in a child
+//! process finds that out (`trial.rs`).
 
 use super::Grammar;
 use serde_json::Value;
@@ -21,7 +21,7 @@ const RULES_MAX: usize = 2000;
 /// repetitions are written out.
 const EXPANDED_ITEMS_MAX: u64 = 100_000;
 
-/// Maximum length of a repetition, such as `{10,20}`; what is longer is read as characters.
+/// Maximum length of a repetition, such as `{10,20}`; longer text is read as characters.
 const REPEAT_BYTES_MAX: usize = 48;
 
 /// Checks the bounds.
@@ -56,7 +56,7 @@ fn check_expanded(what: &str, items: u64) -> Result<(), String> {
     }
 }
 
-/// Counts of what makes a JSON schema large.
+/// Counts that determine the size of a JSON schema.
 #[derive(Default)]
 struct SchemaCounts {
     properties: usize,
@@ -122,7 +122,7 @@ struct RuleStart<'a> {
     name: &'a str,
     /// The beginning of its line.
     line_at: usize,
-    /// What comes behind the colon.
+    /// The text after the colon.
     body_at: usize,
 }
 
@@ -162,7 +162,7 @@ struct TerminalSizes<'a> {
 }
 
 impl<'a> TerminalSizes<'a> {
-    /// Returns the size of a terminal. It keeps a stack of its own, since a chain of references may be long,
+    /// Returns the size of a terminal. It keeps an explicit stack, since a chain of references may be long,
     /// and reads each body twice. A terminal that refers to itself, which the library refuses, counts as one
     /// item there.
     fn of(&mut self, name: &'a str) -> u64 {

@@ -31,7 +31,7 @@ impl GrammarCompiler {
     /// A library over tokens with these bytes, in the order of their ids.
     pub(super) fn new(mut words: Vec<Vec<u8>>) -> Result<Self, String> {
         let vocab = u32::try_from(words.len()).map_err(|error| error.to_string())?;
-        // The end of an answer is a token of its own here: which ones end it, a request says.
+        // The end of an answer is a special token here: each request says which ids end it.
         words.push(special(b"<end of the answer>"));
         let trie = TokTrie::from(&TokRxInfo::new(vocab + 1, vocab), &words);
         let tokens: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
@@ -44,7 +44,7 @@ impl GrammarCompiler {
     /// Compiles a grammar, and computes its first mask, which is where much of its work is done.
     ///
     /// # Errors
-    /// What is wrong with the grammar.
+    /// The fault of the grammar.
     pub(super) fn compile(&self, grammar: &Grammar) -> Result<(Compiled, SimpleVob), String> {
         let parser = self.factory.create_parser(parsed(grammar)?).map_err(|error| message(&error))?;
         let mut compiled = Compiled { parser, failed: None };

@@ -1,9 +1,9 @@
 //! Trials: a grammar is compiled in a process that may be killed, before it is compiled in one that serves.
 //!
 //! A grammar can end a process (deep recursion) or take any time and memory while the library compiles it,
-//! and nothing can stop that from outside of the process. So a child compiles it first, over the special
-//! tokens and single bytes of the vocabulary, under limits that it watches itself; whoever started it also
-//! has a deadline. What passes is compiled again by the same code on a thread with at least as much stack.
+//! and nothing can stop that from inside the process. So a child compiles it first, over the special tokens
+//! and single bytes of the vocabulary, under limits that it watches itself; the parent also has a deadline. A
+//! grammar that passes is compiled again by the same code on a thread with at least as much stack.
 
 use super::library::{GrammarCompiler, special};
 use super::{Grammar, bounds};
@@ -43,7 +43,7 @@ pub enum TrialEnd {
 }
 
 impl TrialEnd {
-    /// The end of a trial of a grammar that takes `bytes`, for tests of those who ask.
+    /// The end of a trial of a grammar that takes `bytes`, for tests of the callers.
     pub fn passed(bytes: u64) -> Self {
         let verdict = serde_json::to_vec(&Verdict::Compiles { bytes }).expect("it is plain data");
         TrialEnd::Exited(0, verdict)
@@ -52,8 +52,8 @@ impl TrialEnd {
 
 /// Runs trials, each in a process of its own that answers by [`run_trial`].
 pub trait Trials: Send + Sync {
-    /// Has a child read `question`, and waits for its end. It is killed when a deadline of about a second has
-    /// passed, or `stopped` says that nobody waits for it any more.
+    /// Sends a child `question`, and waits for its end. It is killed when a deadline of about a second has
+    /// passed, or when `stopped` says that the result is no longer awaited.
     fn run(&self, question: &[u8], stopped: &dyn Fn() -> bool) -> TrialEnd;
 }
 
@@ -106,8 +106,8 @@ impl TrialQuestion {
     }
 }
 
-/// Runs one trial in this process, which is there for nothing else: reads a question, and returns the exit
-/// code with what is to be printed. A trial that takes too much ends the process.
+/// Runs one trial in this process, which exists for nothing else: reads a question, and returns the exit code
+/// with the text to print. A trial that takes too much ends the process.
 pub fn run_trial(mut input: impl Read) -> (u8, Vec<u8>) {
     let mut text = Vec::new();
     if let Err(error) = input.read_to_end(&mut text) {

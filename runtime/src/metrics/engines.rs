@@ -1,4 +1,4 @@
-//! What is counted of engines of others.
+//! Counters of external engines.
 
 use super::{DeviceLabels, Metrics};
 use mixfleet_hal::outside::EngineFaultKind;
@@ -91,7 +91,7 @@ impl Metrics {
         self.engine_rests.get_or_create(&DeviceLabels { device: engine.into() }).inc();
     }
 
-    /// Records whether an engine rests.
+    /// Records whether an engine is suspended.
     pub(crate) fn engine_rests_now(&self, engine: &str, rests: bool) {
         let labels = DeviceLabels { device: engine.into() };
         self.engine_resting.get_or_create(&labels).set(rests.into());

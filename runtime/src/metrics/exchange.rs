@@ -1,4 +1,4 @@
-//! What is counted of KV that goes to engines of others and comes from them.
+//! Counters of KV exchanged with external engines.
 
 use prometheus_client::encoding::EncodeLabelSet;
 
@@ -7,7 +7,7 @@ use prometheus_client::encoding::EncodeLabelSet;
 pub struct ExchangeLabels {
     /// `in` or `out`.
     pub direction: &'static str,
-    /// Of blocks that go, `sent`. Of those that come, `stored`; `held`, if they were there; `refused`, if
-    /// they are not what they should be; or `no_room`.
+    /// Of outgoing blocks, `sent`. Of incoming ones, `stored`; `held`, if they were there; `refused`, if they
+    /// fail a check; or `no_room`.
     pub outcome: &'static str,
 }

@@ -1,8 +1,8 @@
-//! What requests cost: the rent of devices, shared by those that are at work on them.
+//! Cost of requests: the rent of devices, shared by the requests at work on them.
 //!
-//! At any time each request in work on a device owes an equal part of its rent. What no request owes is idle.
-//! So the dollars of requests and of idle devices add up to the rent of the devices that are up, whatever the
-//! batches are. It reads along with the fleet machine: placements, first tokens, ends.
+//! At any time each request in progress on a device owes an equal part of its rent. Rent that no request owes
+//! is idle rent. So the dollars of requests and of idle devices add up to the rent of the devices that are
+//! up, for any batches. It follows the fleet machine's events: placements, first tokens, ends.
 
 use super::{ClassLabels, DeviceLabels, Metrics};
 use crate::request::ServiceTier;
@@ -85,7 +85,7 @@ struct RequestMeter {
     came_at: Option<f64>,
     prompt_usd: f64,
     generation_usd: f64,
-    /// When and where it was placed, and what was predicted.
+    /// When and where it was placed, and its predictions.
     placed: (Seconds, InstanceId),
     predicted: Option<Terms>,
     /// Whether the first token's time is only assumed.
@@ -118,7 +118,7 @@ impl Meter {
         self.devices.values_mut().for_each(|device| device.settle(now, metrics));
     }
 
-    /// Takes what an event told and what the machine answered.
+    /// Processes an event and the machine's actions.
     pub(crate) fn note(&mut self, now: Seconds, noted: Noted, actions: &[Action], metrics: &Metrics) {
         match noted {
             Noted::Arrived { request, class } => {
@@ -207,7 +207,7 @@ impl Meter {
 
     fn go(&mut self, request: RequestId, now: Seconds, metrics: &Metrics) {
         let Some(met) = self.requests.get_mut(&request) else { return };
-        // a device of which it is not at work may be another one of the same name
+        // a device without this request may be another one of the same name
         let Some(came_at) = met.came_at.take() else { return };
         let Some(device) = self.devices.get_mut(&met.on) else { return };
         device.settle(now, metrics);

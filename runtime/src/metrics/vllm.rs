@@ -1,7 +1,7 @@
 //! The same numbers under the names that vLLM gives them, which boards and autoscalers for it ask for.
 //!
-//! Each is a second name of a metric of this process and counts nothing of its own. They appear once it is
-//! known which model is served, since boards select by `model_name`.
+//! Each is a second name of a metric of this process. They appear once the served model is known, since
+//! boards select by `model_name`.
 
 use super::Metrics;
 use prometheus_client::registry::{Registry, Unit};

@@ -28,7 +28,7 @@ pub(crate) struct Layout {
 /// Why bytes may not be served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FrameRefusal {
-    /// They are not what was stored: torn, corrupted, or another block's. The block must be dropped.
+    /// They differ from the stored bytes: torn, corrupted, or another block's. The block must be dropped.
     Damaged(&'static str),
     /// They are intact but belong to another prompt with the same hash.
     OtherTokens,
@@ -83,7 +83,7 @@ impl Layout {
             (&VERSION.to_le_bytes(), "it has another version of the format"),
             (&to_u32(self.block_tokens).to_le_bytes(), "it has another number of tokens"),
             (&self.namespace.to_le_bytes(), "it is of another namespace"),
-            (&hash.0.to_le_bytes(), "another block lies in its place"),
+            (&hash.0.to_le_bytes(), "another block is in its place"),
         ] {
             rest = rest.strip_prefix(expected).ok_or(FrameRefusal::Damaged(why))?;
         }

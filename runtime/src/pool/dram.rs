@@ -61,7 +61,7 @@ pub(super) struct Held {
     /// Whether its bytes have arrived. Until then only the task that stores it uses it, and holds its one
     /// pin.
     ready: bool,
-    /// Whether its bytes were found not to be what was stored. It is removed with its last pin.
+    /// Whether its bytes were found to differ from the stored ones. It is removed with its last pin.
     bad: bool,
 }
 

@@ -4,8 +4,7 @@
 //! thread may hang in the operating system for good; there is one per disk, and it is not replaced. Once the
 //! disk answers, it is opened again, after a pause that doubles as long as the disk goes out again.
 //!
-//! A job may also be begun and looked at later, so that a slow disk holds up whoever wants its blocks, and
-//! nobody else.
+//! A job may also be begun and polled later, so that a slow disk delays only the reader of its blocks.
 
 use super::disk::Disk;
 use super::{Pool, SsdConfig, WeakPool};
@@ -20,14 +19,14 @@ use tokio::sync::{mpsc, oneshot};
 
 /// Jobs that may wait for the thread: each user of a disk waits for one at a time, and there are few users.
 const QUEUE: usize = 8;
-/// Timeout of a sync, which writes out whatever the operating system has cached.
+/// Timeout of a sync, which writes out everything that the operating system has cached.
 pub(super) const SYNC_TIMEOUT: Duration = Duration::from_secs(20);
 /// Timeouts after which a disk that was out is tried again for the first time.
 const PAUSE_MIN: u32 = 4;
 /// Maximum of that number, for a disk that goes out again and again.
 const PAUSE_MAX: u32 = 256;
 
-/// A job for the disk's thread. It returns false if the disk was taken out meanwhile.
+/// A job for the disk's thread. It returns false if the disk was taken out in between.
 type Work = Box<dyn FnOnce(&dyn Disk) -> bool + Send>;
 
 /// Access to a disk, through its thread if it has one.
@@ -150,7 +149,7 @@ impl DiskAccess {
     /// Runs `work` on the disk, within this turn's time.
     ///
     /// # Errors
-    /// Those of `work`; `TimedOut` where the disk is out.
+    /// Those of `work`; `TimedOut` if the disk is out.
     pub(super) fn run<T: Send + 'static>(
         &self,
         work: impl FnOnce(&dyn Disk) -> Result<T> + Send + 'static,

@@ -32,10 +32,10 @@ pub struct Lease {
     /// Later blocks that are in host memory already, pinned once so that they are not evicted for earlier
     /// ones.
     ahead: BTreeSet<usize>,
-    /// How the leading blocks were there, or none of those that may be on the disk.
+    /// Where the leading blocks were found; none for those that may be on the disk.
     arrivals: Vec<Option<Arrival>>,
-    /// The position of a block that is being read from the disk. One at a time: whoever writes to the disk
-    /// waits for it.
+    /// The position of a block that is being read from the disk. One at a time: writers to the disk wait for
+    /// it.
     reading: Option<(usize, Promotion)>,
     /// Blocks that the disk read without being waited for, and the time that it took.
     read: (u64, Seconds),
@@ -48,8 +48,7 @@ impl std::fmt::Debug for Lease {
 }
 
 impl Lease {
-    /// Pins the blocks that are in host memory, of which [`bring_next`](Self::bring_next) leases one after
-    /// the other.
+    /// Pins the blocks that are in host memory; [`bring_next`](Self::bring_next) leases them one by one.
     pub(super) fn begin(shared: Arc<Shared>, chain: &[BlockHash], tokens: &[u32]) -> Self {
         // A block whose tokens are not known cannot be compared.
         let known = chain.len().min(tokens.len() / shared.layout.block_tokens);
@@ -78,7 +77,7 @@ impl Lease {
         self.held.is_empty()
     }
 
-    /// Passes the bytes of a pinned block to `look` if they are what was stored; otherwise drops the block
+    /// Passes the bytes of a pinned block to `look` if they match the stored ones; otherwise drops the block
     /// and returns false.
     ///
     /// # Errors
@@ -106,7 +105,7 @@ impl Lease {
         self.shared.slab.view(self.pinned(block)?.0, look)
     }
 
-    /// Drops a pinned block whose bytes were found not to be what was stored.
+    /// Drops a pinned block whose bytes were found to differ from the stored ones.
     ///
     /// # Errors
     /// As [`view`](Self::view).

@@ -48,15 +48,15 @@ pub const SSD_TIMEOUT: Duration = Duration::from_secs(1);
 /// Configuration of a pool's disk.
 #[derive(Clone)]
 pub struct SsdConfig {
-    /// A directory of its own.
+    /// A directory for this tier alone.
     pub disk: Arc<dyn Disk>,
     /// Maximum bytes of all its files together.
     pub bytes: u64,
     /// Whether an existing pool of another model, block size or format may be deleted. Files that are not a
     /// pool's are never deleted.
     pub wipe: bool,
-    /// Timeout of a read or write after which a disk with a thread of its own ([`Pool::start_disk`]) is out
-    /// until it answers. In one turn it is waited for less than twice as long.
+    /// Timeout of a read or write after which a disk with its own thread ([`Pool::start_disk`]) is out until
+    /// it answers. In one turn the wait is less than twice as long.
     pub timeout: Duration,
 }
 
@@ -94,14 +94,14 @@ pub enum PoolError {
         needed: u64,
     },
     /// Another process, or another pool of this one, uses the directory.
-    #[error("the directory {} is in use by another pool: give each worker a directory of its own", .0.display())]
+    #[error("the directory {} is in use by another pool: give each worker its own directory", .0.display())]
     InUse(PathBuf),
     /// Other users could read or change the files, or redirect their names.
-    #[error("{} is not used for KV, which tells what was asked: {why}; give it to this user alone (chown, chmod 700), or name another directory (one that is not there is made)", .path.display())]
+    #[error("{} is not used for KV, which reveals prompts: {why}; restrict it to this user (chown, chmod 700), or name another directory (created if absent)", .path.display())]
     Exposed {
         /// The exposed path.
         path: PathBuf,
-        /// Who has access to it, and how.
+        /// Access of users to it.
         why: String,
     },
     /// The directory holds files that are not a pool's.
@@ -116,7 +116,7 @@ pub enum PoolError {
     /// The operating system refused an operation.
     #[error("cannot {doing}: {source}")]
     Io {
-        /// What was attempted.
+        /// The attempted operation.
         doing: String,
         /// The cause.
         source: std::io::Error,
@@ -209,7 +209,7 @@ impl std::fmt::Debug for Pool {
     }
 }
 
-/// Makes so many bytes of memory that transports can reach.
+/// Allocates this many bytes of memory that transports can reach.
 pub type MakeRegion = dyn Fn(u64) -> mixfleet_hal::Result<Arc<dyn SharedMemory>> + Send + Sync;
 
 impl Pool {
@@ -256,7 +256,7 @@ impl Pool {
         self.attach_by(ssd, namespace, |_| ())
     }
 
-    /// Checks that a disk can be attached, whatever blocks it holds. Changes nothing.
+    /// Checks that a disk can be attached, with any blocks. Changes nothing.
     ///
     /// # Errors
     /// See [`PoolError`].
@@ -333,7 +333,7 @@ impl Pool {
         self.0.changed.notified().await;
     }
 
-    /// Wakes whoever takes the events, for another user of the pool that has left some.
+    /// Wakes the receiver of the events, for another user of the pool that has left some.
     pub fn announce(&self) {
         self.0.changed.notify_one();
     }
@@ -362,8 +362,8 @@ impl Pool {
         lease
     }
 
-    /// The same, of which only blocks in host memory are pinned: [`Lease::bring_next`] and
-    /// [`Lease::poll_next`] lease one after the other.
+    /// The same, but only blocks in host memory are pinned: [`Lease::bring_next`] and [`Lease::poll_next`]
+    /// lease them one by one.
     pub fn begin_lease(&self, chain: &[BlockHash], tokens: &[u32]) -> Lease {
         Lease::begin(self.0.clone(), chain, tokens)
     }
@@ -432,8 +432,8 @@ impl Pool {
         self.0.write_back(go_on)
     }
 
-    /// Waits until the blocks on the disk would survive a loss of power, and writes down the order in which
-    /// they would be evicted. Other users of the disk wait meanwhile.
+    /// Waits until the blocks on the disk would survive a power failure, and saves their eviction order.
+    /// Other users of the disk wait.
     ///
     /// # Errors
     /// When the disk fails.

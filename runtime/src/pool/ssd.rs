@@ -1,7 +1,7 @@
 //! Blocks on a disk: frames in slots of equal size in one file, and a journal that says which block is where.
 //!
-//! Writes are not synced. Whatever a crash or a loss of power leaves behind, every frame is checked when it
-//! is read.
+//! Writes are not synced. Every frame is checked when it is read, so that a crash or power failure cannot
+//! leave a wrong one.
 
 use super::check::{FrameRefusal, Layout};
 use super::directory;
@@ -190,7 +190,7 @@ fn room(layout: &Layout, bytes: u64) -> Result<(u64, u32), PoolError> {
     Ok((stride, slots))
 }
 
-/// Checks that a disk can become the tier, whatever blocks it holds. Changes nothing.
+/// Checks that a disk can become the tier, with any blocks. Changes nothing.
 pub(super) fn check(config: &SsdConfig, layout: &Layout) -> Result<(), PoolError> {
     room(layout, config.bytes)?;
     directory::read_identity(&*config.disk).map(drop)

@@ -91,7 +91,7 @@ impl State {
 
     /// Records the result of a write to the file `frames`. True if the block is stored there.
     fn finish(&mut self, frames: &Arc<Frames>, hash: BlockHash, written: io::Result<()>) -> bool {
-        // The disk may have been replaced meanwhile.
+        // The disk may have been replaced in between.
         let its = self.ssd.as_mut().filter(|ssd| Arc::ptr_eq(&ssd.frames, frames));
         its.is_some_and(|ssd| ssd.finish(hash, written, &mut self.events))
     }
@@ -131,7 +131,7 @@ impl Shared {
         Ok(arrival.into())
     }
 
-    /// Drops a block of host memory whose bytes are not what was stored: it is no longer served, and is
+    /// Drops a block of host memory whose bytes differ from the stored ones: it is no longer served, and is
     /// removed with its last pin.
     pub(super) fn drop_corrupt(&self, hash: BlockHash, slot: u32) {
         let State { dram, events, counts, .. } = &mut *self.state();
@@ -177,7 +177,7 @@ impl Shared {
         Some((self.promoted(wanted, *place, frames, read), time))
     }
 
-    /// Stores in host memory what was read from the disk.
+    /// Stores a block read from the disk in host memory.
     fn promoted(
         &self,
         wanted: Wanted,
@@ -209,7 +209,7 @@ impl Shared {
 
     fn drop_bad(&self, hash: BlockHash, place: FramePlace, error: &ReadError) {
         let State { ssd, events, counts, .. } = &mut *self.state();
-        // If the slot was written anew meanwhile, the frame that was read is merely gone.
+        // If the slot was rewritten in between, the frame is merely gone.
         if ssd.as_mut().is_some_and(|ssd| ssd.drop_bad(hash, place, events)) {
             counts.bad += 1;
             tracing::warn!(hash = hash.0, slot = place.slot, %error, "a KV block on the disk is bad, and dropped");
@@ -243,8 +243,7 @@ impl Shared {
         Ok(Room::Slot(admitted.slot))
     }
 
-    /// Writes a block of host memory to a slot of the disk. Nothing else may be stored in its host slot
-    /// meanwhile.
+    /// Writes a block of host memory to a slot of the disk. The host slot must not change during the write.
     fn write_frame(&self, frames: &Frames, slot: u32, hash: BlockHash, held: &Held) -> io::Result<()> {
         let mut frame = frames.buffer();
         frame.clear();

@@ -1,7 +1,7 @@
-//! Updates of requests that wait for a client to read them, and how many bytes of them may wait.
+//! Updates of requests that wait for a client to read them, with a limit on their bytes.
 //!
-//! The engine never waits for a client, so what a client does not read is held here. All answers share a
-//! budget, half of it for one party; an answer that exceeds it is cancelled, and its client is told so.
+//! The engine never waits for a client, so unread updates are held here. All answers share a budget, half of
+//! it for one party; an answer that exceeds it is cancelled, and its client gets an error.
 
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,7 +28,7 @@ pub struct AnswerBacklog {
 #[derive(Debug)]
 struct WaitingBytes {
     bytes: usize,
-    /// What is held of the budget; none without a limit.
+    /// Bytes held of the budget; none without a limit.
     held: Option<HeldBytes>,
 }
 
@@ -56,7 +56,7 @@ impl AnswerBacklog {
         self.over.load(Ordering::Acquire)
     }
 
-    /// Counts an update of so many bytes. Returns whether there is room; if not, the answer ends.
+    /// Counts an update of this many bytes. Returns whether there is room; if not, the answer ends.
     fn grow(&self, bytes: usize) -> bool {
         let fits = !self.is_over() && self.lock().grow(bytes).is_ok();
         if !fits && !self.over.swap(true, Ordering::AcqRel) {
@@ -249,7 +249,7 @@ mod tests {
         assert!(budget.left() >= 128 << 10, "half is left for others");
         let mut closed = std::pin::pin!(sender.closed());
         let mut context = Context::from_waker(std::task::Waker::noop());
-        assert!(closed.as_mut().poll(&mut context).is_ready(), "the engine is told");
+        assert!(closed.as_mut().poll(&mut context).is_ready(), "the engine is notified");
         let sent = 10_000 - sender.capacity();
         assert_eq!(sent, room / update_bytes);
         assert_eq!(take_all(&mut receiver).len(), sent, "no end before the engine has closed the channel");

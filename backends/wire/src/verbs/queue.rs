@@ -102,9 +102,7 @@ fn not_registered(nic: &VerbsNic, bytes: u64, error: io::Error) -> Error {
     // SAFETY: the struct is filled during the call.
     let known = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &mut limit) } == 0;
     let limit = match limit.rlim_cur {
-        libc::RLIM_INFINITY => {
-            "locked memory is unlimited, so the machine has too little memory".into()
-        }
+        libc::RLIM_INFINITY => "locked memory is unlimited, so the machine has too little memory".into(),
         bytes if known => format!(
             "the limit on locked memory is {bytes} bytes; raise it (ulimit -l unlimited, LimitMEMLOCK=infinity, or the \
              capability IPC_LOCK)"

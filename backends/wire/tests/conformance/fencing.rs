@@ -90,7 +90,10 @@ pub(crate) fn readers_see_nothing_new_after_the_fence(make: &dyn Fn() -> Pair) {
         let mut way = pair.way(&here, &descriptor);
         scope.spawn(move || {
             while let Ok(()) = read(&mut *way, &[piece(0, 0, BYTES)]) {
-                assert!(content(&here).iter().all(|&byte| byte == 1), "a read returned another owner's bytes");
+                assert!(
+                    content(&here).iter().all(|&byte| byte == 1),
+                    "a read returned another owner's bytes"
+                );
                 let _ = said.send(());
             }
         });

@@ -175,8 +175,6 @@ fn summary_page(rows: &[DeviceOutcome], began_at: &str) -> String {
         &["device", "part", "verdict", "report", "remark"],
         &rows.iter().map(line).collect::<Vec<_>>(),
     );
-    body.paragraph(
-        "All devices ran concurrently, except while one of them was measured (L3 to L5).",
-    );
+    body.paragraph("All devices ran concurrently, except while one of them was measured (L3 to L5).");
     page("Validation of all devices", began_at, &body)
 }

@@ -99,7 +99,10 @@ impl AttendingHardware {
             ("experts_by_member", pool.experts_by_member),
         ];
         if let Some((key, _)) = beside.into_iter().find(|(_, given)| *given) {
-            return Err(wrong(key, format!("cannot be combined with a device \"{WORD}...\"; give one of them")));
+            return Err(wrong(
+                key,
+                format!("cannot be combined with a device \"{WORD}...\"; give one of them"),
+            ));
         }
         let count = pool.attn_devices.unwrap_or(1);
         if count == 0 {

@@ -373,9 +373,10 @@ fn datasheet(part: &'static Part) -> DeviceSource {
             };
             (profile, basis)
         }
-        None => {
-            (part.profile(), format!("datasheet of {} without kernel efficiency, for which no published data exists", part.id))
-        }
+        None => (
+            part.profile(),
+            format!("datasheet of {} without kernel efficiency, for which no published data exists", part.id),
+        ),
     };
     DeviceSource { profile, basis }
 }

@@ -45,8 +45,7 @@ pub(super) fn check(
         );
     }
     if pool.calibration.is_some() {
-        let cause =
-            "cannot be combined with a calibration, which has the times of the whole instance; give one of them";
+        let cause = "cannot be combined with a calibration, which has the times of the whole instance; give one of them";
         return wrong(stages_key, cause.into());
     }
     let Some(shape) = &model.shape else {

@@ -53,10 +53,7 @@ impl<'a> SpareHardware<'a> {
             ("experts_by_member", pool.experts_by_member),
         ];
         if let Some((key, _)) = beside.into_iter().find(|(_, given)| *given) {
-            return Err(wrong(
-                "attn_pool",
-                format!("cannot be combined with this {key}; give one of them"),
-            ));
+            return Err(wrong("attn_pool", format!("cannot be combined with this {key}; give one of them")));
         }
         let of_all = || pools.iter().zip(hardware);
         let Some((lender, hardware)) = of_all().find(|(other, _)| other.name == *name) else {

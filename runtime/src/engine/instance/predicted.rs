@@ -35,8 +35,8 @@ impl Loaded {
         self.forward.config().cost_shape(shape.activations, shape.kv, shape.block_tokens)
     }
 
-    /// The cost model of steps here by the catalog's profile of the only device, adjusted to what was
-    /// measured ([`Loaded::calibrate`]), and how that compares with the catalog.
+    /// The cost model of steps here by the catalog's profile of the only device, adjusted to the measurements
+    /// ([`Loaded::calibrate`]), and the ratio to the catalog.
     pub fn predicted_by_part(
         &self,
         profile: DeviceProfile,
@@ -45,7 +45,7 @@ impl Loaded {
         measured.adjusting(self.predicted_by(profile).compiled())
     }
 
-    /// The cost model of steps here by what was measured alone.
+    /// The cost model of steps here from the measurements alone.
     pub fn predicted_by_steps(&self, measured: &StepCalibration) -> CostModel {
         self.predicted_by_whole(measured.alone(), measured.coefficients())
     }

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 const LEASE: Duration = Duration::from_secs(3);
-/// Answers that are under way time out, a pause follows, and attaching asks some seven times.
+/// Answers in flight time out, a pause follows, and attaching tries some seven times.
 const SETTLED: Duration = Duration::from_secs(30);
 
 const TROUBLE: SimFaults = SimFaults {
@@ -103,15 +103,15 @@ impl Scene {
         (client, registry)
     }
 
-    /// Up to so many seconds.
+    /// Up to this many seconds.
     async fn a_while(&self, seconds: f64) {
         let share = self.env.random() as f64 / u64::MAX as f64;
         self.env.sleep(Duration::from_secs_f64(seconds * share)).await;
     }
 }
 
-/// A process is cut off anywhere in its joining or after it, the store loses its data, and another is given
-/// its id. What is wrong when all works again.
+/// A process is cut off at any point in its joining or after it, the store loses its data, and another
+/// process gets its id. Returns the fault after all works again.
 fn two_with_one_id(seed: u64, patience: Duration) -> Result<(), String> {
     let world = SeededEnv::new(seed);
     let env = world.clone();
@@ -191,7 +191,7 @@ fn whose_record_was_removed_writes_it_anew_and_whose_id_was_given_again_ends() {
             scene.store.remove_keys();
             scene.env.sleep(LEASE).await;
             assert!(!old.ended() && old.has_record(&scene.store, "worker-0"), "seed {seed}");
-            // Its lease lives on, and who comes at once is given its id.
+            // Its lease lives on, and an immediate newcomer gets its id.
             scene.a_while(2.0).await;
             scene.store.remove_keys();
             let new = Process::join(&scene.env, &scene.process().1, "new", Some(vec![0])).await;
@@ -292,7 +292,7 @@ fn of_two_models_that_come_first_at_once_the_one_that_is_a_member_first_stays_an
         let scene = Scene::new(&env, SimFaults::default());
         let (registry, others) = (scene.process().1, scene.process().1);
         let charter = registry.charter(&model(), [0; 16]).await.unwrap();
-        // No record stands yet, so the charter is nobody's.
+        // No record exists yet, so the charter has no owner.
         let other = ModelIdentity { digest: "other".into(), ..model() };
         let theirs = others.charter(&other, [1; 16]).await.unwrap();
         let first = others.join(theirs, Member { model: other, ..worker("first", &[InstanceId(1)]) });

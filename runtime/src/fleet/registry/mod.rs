@@ -185,7 +185,7 @@ impl Member {
         }
     }
 
-    /// Sets the states of those of its instances that are named. False if it changes nothing.
+    /// Sets the states of the named instances. False if it changes nothing.
     pub fn set_states(&mut self, states: &BTreeMap<InstanceId, InstanceState>) -> bool {
         let Seat::Worker { instances, .. } = &mut self.seat else { return false };
         let mut is_changed = false;
@@ -239,7 +239,7 @@ pub enum RegistryError {
     Foreign {
         /// The key.
         key: String,
-        /// What is wrong with its content.
+        /// The fault of its content.
         reason: String,
     },
 }

@@ -136,7 +136,7 @@ impl Registry {
 
     async fn free_router_id(&self) -> Result<RouterId, RegistryError> {
         loop {
-            // After 65,536 routers ids repeat, except those that are in use.
+            // After 65,536 routers ids repeat, except those in use.
             let id = RouterId(low_u16(self.count("router", 1).await?));
             let key = format!("{}router-{}", self.members_prefix(), id.0);
             if self.in_time(self.store.get(key)).await?.is_none() {

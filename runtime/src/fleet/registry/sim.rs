@@ -1,8 +1,8 @@
 //! A store in a seeded environment that injects the faults of etcd.
 //!
 //! Leases end by virtual time. The store can be stopped, restarted, and lose its data; requests of a process
-//! can be lost on the way there or back (then the write has happened), take long, or never be answered;
-//! streams end, or become silent without an end. All of it is determined by the seed.
+//! can be lost on either way (a lost response means that the write has happened), take long, or never be
+//! answered; streams end, or become silent without an end. All of it is determined by the seed.
 
 use super::RegistryError;
 use super::records::Registry;
@@ -73,7 +73,7 @@ struct State {
     revision: i64,
     history: Vec<(i64, Change)>,
     leases: BTreeMap<Lease, Held>,
-    /// Never given twice, whatever is lost, since etcd derives lease ids from the time.
+    /// Never reused, even after data loss, since etcd derives lease ids from the time.
     leases_given: i64,
     links: Vec<Reachability>,
     watches: Vec<Watcher>,

@@ -84,7 +84,7 @@ pub(super) async fn carry<Out: Serialize, In>(
         Ended::Quietly => tracing::debug!(peer, "a session ended"),
         Ended::Broken(status) => tracing::info!(peer, %status, "a session broke"),
         Ended::Backlog(bytes) => {
-            tracing::warn!(peer, bytes, "a session ends: the peer does not take what it is told");
+            tracing::warn!(peer, bytes, "session ended: the peer does not accept messages");
         }
     }
 }

@@ -119,7 +119,7 @@ impl Remote {
     pub(crate) async fn probe(&self, hello: &Hello) -> Result<LentRegions, CallError> {
         let mut call = self.call(PROBE, hello, stream::pending()).await?;
         let regions = in_time(&self.env, self.config.silence, &self.address, call.message()).await??;
-        let regions = regions.ok_or_else(|| Status::internal("no memory was lent"))?;
+        let regions = regions.ok_or_else(|| Status::internal("no memory was registered"))?;
         Ok(LentRegions { regions, _call: call })
     }
 
@@ -181,7 +181,7 @@ impl Remote {
             if !answer.is_some_and(|answer| token.is_answered(&proof, &answer)) {
                 let address = &self.address;
                 return Err(CallError::Failed(format!(
-                    "whoever listens at {address} does not have this fleet's token: it is no member"
+                    "the process at {address} does not have this fleet's token: it is not a member"
                 )));
             }
         }

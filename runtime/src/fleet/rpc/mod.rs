@@ -69,7 +69,7 @@ pub enum Trust {
     Tls(Arc<dyn Certificates>),
 }
 
-/// A member's certificates, and those that it trusts. Read for each connection, since they may have been
+/// A member's certificate, and its trusted authorities. Read for each connection, since they may have been
 /// renewed.
 pub trait Certificates: fmt::Debug + Send + Sync {
     /// Configuration of the called end: TLS 1.3 for HTTP/2, with callers' certificates.

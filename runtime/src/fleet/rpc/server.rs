@@ -231,5 +231,5 @@ impl Service {
 
 fn greeting<T: DeserializeOwned, In>(call: &Request<In>) -> Result<T, Status> {
     let bytes = call.metadata().get_bin(GREETING).and_then(|value| value.to_bytes().ok());
-    decode(&bytes.ok_or_else(|| Status::invalid_argument("the caller does not say who it is"))?)
+    decode(&bytes.ok_or_else(|| Status::invalid_argument("the caller sends no identity"))?)
 }

@@ -38,7 +38,7 @@ fn keys_are_those_of_the_prompt() {
     assert_eq!(next, Some(KeysChange::Come(chain[2..].to_vec())));
     assert_eq!(cache.apply(&hasher, &removed(0, 72)), Some(KeysChange::Gone(chain[2..].to_vec())));
     assert_eq!(cache.apply(&hasher, &removed(0, 72)), None);
-    // what follows an unknown block is not known, and what has another size does not count
+    // blocks after an unknown one are unknown, and blocks of another size do not count
     assert_eq!(cache.apply(&hasher, &stored(0, Some(72), &[73], &[7, 8])), None);
     let odd = EngineKvChange::Stored {
         part: 0,

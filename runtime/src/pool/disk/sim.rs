@@ -146,9 +146,9 @@ impl SimDisk {
         SimDisk(Arc::new(Mutex::new(after)))
     }
 
-    /// The disk as a process finds it after a loss of power. As `seed` decides, each write after a file's
-    /// last sync arrived whole, in part or not at all, and so did a leading part of the changes of names
-    /// after their last sync. A disk that does not record writes loses all of them.
+    /// The disk after a power failure. By `seed`, each write after a file's last sync arrived whole, in part
+    /// or not at all, and so did a leading part of the renames after their last sync. A disk that does not
+    /// record writes loses all of them.
     pub fn lose_power(&self, seed: u64) -> SimDisk {
         let after = self.restart();
         let mut index = 0;
@@ -238,7 +238,7 @@ impl State {
         self.forget_nameless();
     }
 
-    /// Deletes content that no name refers to, nor could after a loss of power.
+    /// Deletes content that no name refers to, nor could after a power failure.
     fn forget_nameless(&mut self) {
         let State { files, names, safe_names, names_since, .. } = self;
         let possible = || names_since.iter().chain([&*names, &*safe_names]).flat_map(Names::values);
