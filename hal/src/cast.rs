@@ -1,8 +1,8 @@
 //! Numbers as integers of another type, without a silent wrap.
 //!
 //! An integer that does not fit is a bug: debug builds assert, release builds give the nearest value of the
-//! type, so that a length that is too long stays too long. What comes from outside is checked by `try_from`.
-//! A fraction is cut off, as by `as`: NaN is 0, and what is beyond the type gives its nearest value.
+//! type, so that a length that is too long stays too long. Untrusted values are checked by `try_from`. A
+//! fraction is truncated, as by `as`: NaN is 0, and a value beyond the type gives its nearest value.
 
 use std::fmt::Display;
 

@@ -162,7 +162,7 @@ def main():
     if options.lie:
         check(len(soak.wrong) > asked / 2, "a planted wrong word is found")
         return
-    check(alive and left == 0, "the gateway lives, and nothing is in work that nobody waits for")
+    check(alive and left == 0, "the gateway lives, and no abandoned request is in progress")
     check(soak.restarts >= options.engines * int(options.minutes - 1), f"{soak.restarts} restarts")
     check(faults > 0, f"{faults:.0f} requests met an engine that died")
     check(not soak.wrong, f"0 wrong of {asked}")

@@ -1,4 +1,4 @@
-//! Believes no device until it has checked it, and says what it could not check.
+//! Trusts no device until it has checked it, and reports what it could not check.
 //!
 //! [`run`] tries every operation on a [`mixfleet_hal::Device`]: random operands at edge shapes, between
 //! guards, against the float64 [`oracle`] within [`bounds`] that are known beforehand; each command

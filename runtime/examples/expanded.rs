@@ -1,5 +1,5 @@
-//! What a prompt of a model with latent attention takes on this machine's cores, over latents and over keys
-//! and values made of them.
+//! Times a prompt of a model with latent attention on this machine's cores, over latents and over expanded
+//! keys and values.
 //!
 //! `cargo run --release -p mixfleet-runtime --example expanded [TOKENS [ROUNDS]]`: one dense layer of the
 //! shape of DeepSeek-V2-Lite with random weights in bf16, a prompt in one step, both ways in turn. Times are

@@ -1,5 +1,5 @@
-//! What KV of each dtype does to a model's logits and to its loss on text of its own, beside KV in f32: in
-//! the float64 forward pass, which rounds KV and nothing else.
+//! Measures the effect of each KV dtype on a model's logits and on its loss on self-generated text, against
+//! KV in f32: in the float64 forward pass, which rounds KV and nothing else.
 //!
 //! `cargo run -p mixfleet-runtime --example kv_dtypes -- CHECKPOINT...`: a table, of these checkpoints and of
 //! the tests' random models.
@@ -49,7 +49,7 @@ fn text(oracle: &Oracle, vocab: usize, seed: u64) -> Vec<u32> {
     ids
 }
 
-/// The mean negative logarithm of what came next, by token.
+/// The mean negative logarithm of the next token's probability.
 fn loss(logits: &[f64], ids: &[u32], vocab: usize) -> f64 {
     let next = logits.chunks(vocab).zip(&ids[1..]).skip(PROMPT - 1);
     let losses: Vec<f64> = next.map(|(row, &id)| -log_softmax(row)[id as usize]).collect();

@@ -105,7 +105,7 @@ impl Bench {
         self.forward.config().layers
     }
 
-    /// Bytes of the KV of so many tokens in all layers.
+    /// Bytes of the KV of this many tokens in all layers.
     fn kv_bytes(&self, tokens: u32) -> u64 {
         u64::from(tokens) * self.forward.config().kv_bytes_per_token(WIRE)
     }
@@ -165,7 +165,7 @@ impl Bench {
             copied = self.private.store_hashed(0, payload);
         })?;
         if copied? != self.hashes[&(slot, bytes)] {
-            return Err("a piece changed on its way".into());
+            return Err("a piece changed in flight".into());
         }
         let (landed, mut written) = (self.landing.range(0, bytes), Ok(()));
         self.private.view(0, bytes, &mut |payload| written = self.device.write(&landed, payload))?;

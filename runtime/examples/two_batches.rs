@@ -1,11 +1,11 @@
-//! What two batches in flight hide of a decode step whose attention has a device of its own.
+//! Measures how much of a decode step with attention offload two batches in flight hide.
 //!
 //! `cargo run -p mixfleet-runtime --example two_batches [cpu]`: by default on two simulated parts, on a clock
-//! that runs so much slower than time that this machine's own work hardly counts; with `cpu`, on `cpu@0` and
+//! so much slower than real time that this machine's own work hardly counts; with `cpu`, on `cpu@0` and
 //! `cpu@1`. It looks for the context at which products and attention take equally long, and then runs steps
 //! in turn as one batch, as two of half the sequences one after the other (staggering off), and as the same
-//! two in flight at once. What staggering hides is the difference between the latter two; the smaller side
-//! is what the device with less to do is busy for. docs/results/attention.md has the results.
+//! two in flight together. The difference between the latter two is what staggering hides; the smaller side
+//! is the busy time of the device with less work. docs/results/attention.md has the results.
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout)]
 
@@ -30,11 +30,11 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 const BLOCK_TOKENS: u32 = 32;
 const SEQUENCES: u32 = 16;
 const CONTEXT_MAX: u32 = 4096;
-/// How much slower than time the clock of simulated parts is.
+/// Dilation of the simulated parts' clock.
 const DILATION: f64 = 25.0;
 const PART: &str = "L4";
 
-/// Four layers of a model with so many KV heads, and that many dimensions each.
+/// Four layers of a model with this many KV heads and dimensions of each.
 fn model(hidden: u32, (heads, kv_heads, head_dim): (u32, u32, u32)) -> RandomCheckpoint {
     let config = json!({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
@@ -46,8 +46,8 @@ fn model(hidden: u32, (heads, kv_heads, head_dim): (u32, u32, u32)) -> RandomChe
     RandomCheckpoint { config: config.as_object().cloned().unwrap_or_default(), dtype: DType::Bf16, seed: 1 }
 }
 
-/// A device whose memory is written once, as weights and KV would be: what was never written takes no memory,
-/// and is read from a cache.
+/// A device whose memory is written once, like weights and KV: memory never written takes no space, and reads
+/// of it come from a cache.
 struct Touched(Arc<dyn Device>);
 
 impl Device for Touched {
@@ -94,7 +94,7 @@ enum Batches {
     TwoInFlight,
 }
 
-/// A model whose attention has a device of its own.
+/// A model with attention offload.
 struct Bench {
     devices: [Arc<dyn Device>; 2],
     queues: [Timed; 2],
@@ -130,7 +130,7 @@ impl Bench {
         })
     }
 
-    /// Seconds of a step of sequences with so many tokens, and of it those for which each side is busy.
+    /// Seconds of a step of sequences with this many tokens, and the busy seconds of each side.
     fn step(&mut self, context: u32, how: Batches) -> Result<(f64, [f64; 2])> {
         let draw = Some(DrawInput::GREEDY);
         let used = context.div_ceil(BLOCK_TOKENS) as usize;

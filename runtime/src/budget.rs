@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Bytes of request bodies in work over all requests: about eight bodies of the largest size.
+/// Bytes of request bodies in progress over all requests: about eight bodies of the largest size.
 pub const BODY_BYTES_MAX: usize = 64 << 20;
 /// Bytes of answers that wait for their clients to read them, over all requests.
 pub const ANSWER_BYTES_MAX: usize = 128 << 20;

@@ -270,8 +270,8 @@ impl Grammars {
                 Some(at) => drop(known.remove(at)),
                 None => {
                     let whose = match spent {
-                        BudgetError::Budget => "the answers in work",
-                        BudgetError::Share => "the answers in work of this key or address",
+                        BudgetError::Budget => "the answers in progress",
+                        BudgetError::Share => "the answers in progress of this key or address",
                     };
                     let cause = format!("{whose} follow grammars that take all memory there is for them");
                     return Err(GrammarError::Busy(cause));

@@ -218,7 +218,7 @@ pub struct Metrics {
     /// `mixfleet_predicted_inter_token_latency_seconds`: the same of the mean time of a further token.
     pub predicted_tbt_s: Histogram,
     /// `mixfleet_prompt_usd_total{class}`: rent of devices for the prompts of requests that ended; a device's
-    /// rent is shared equally by the requests in work there.
+    /// rent is shared equally by the requests in progress there.
     pub prompt_usd: Family<ClassLabels, UsdCounter>,
     /// `mixfleet_generation_usd_total{class}`: the same for their answers, from the first token on.
     pub generation_usd: Family<ClassLabels, UsdCounter>,
@@ -273,7 +273,8 @@ pub struct Metrics {
     pub canary_quarantines: Family<CanaryQuarantineLabels, Counter>,
     /// `mixfleet_canary_tokens_total{device}`: tokens of canaries' prompts and answers, by the gateway.
     pub canary_tokens: Family<DeviceLabels, Counter>,
-    /// `mixfleet_canary_time_seconds_total{device}`: time that canaries were in work there, by the gateway.
+    /// `mixfleet_canary_time_seconds_total{device}`: time that canaries were in progress there, by the
+    /// gateway.
     pub canary_time_s: Family<DeviceLabels, TimeCounter>,
     /// `mixfleet_requests_running{device}`: sequences in the running batch, by the engine.
     pub requests_running: Family<DeviceLabels, Gauge>,
@@ -453,7 +454,7 @@ impl Metrics {
             canary_drift: plain(to, "canary_drift_nats", "Median distance of answers without a transfer"),
             canary_quarantines: plain(to, "canary_quarantines", "Quarantines of two engines"),
             canary_tokens: plain(to, "canary_tokens", "Tokens of prompts and answers of canaries"),
-            canary_time_s: with_unit(to, "canary_time", Unit::Seconds, "Time that canaries were in work"),
+            canary_time_s: with_unit(to, "canary_time", Unit::Seconds, "Time that canaries were in progress"),
             requests_running: plain(to, "requests_running", "Sequences in the running batch"),
             requests_waiting: plain(to, "requests_waiting", "Sequences accepted and not running"),
             kv_cache_usage: with_unit(to, "kv_cache_usage", Unit::Ratios, "KV pages referenced over all"),

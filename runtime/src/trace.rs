@@ -113,7 +113,7 @@ pub trait SpanSink: Send + Sync {
     fn samples(&self, trace: u128) -> bool;
 }
 
-/// Where this process's spans go: nowhere until that is said.
+/// Where this process's spans go: nowhere until set.
 #[derive(Clone, Default)]
 pub struct Traces(Arc<OnceLock<Arc<dyn SpanSink>>>);
 

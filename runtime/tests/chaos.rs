@@ -30,7 +30,7 @@ fn seeds(usual: impl Iterator<Item = u64>) -> Vec<u64> {
 /// The kinds of processes by the model that they serve.
 type KindsOfModels = [Vec<Kind>; 2];
 
-/// Those of a model whose layers are alike, and of one with windows.
+/// Configurations of a model whose layers are alike, and of one with windows.
 fn of_models(kinds: fn(ModelLayers) -> Vec<Kind>) -> KindsOfModels {
     [ModelLayers::Alike, ModelLayers::Windowed].map(kinds)
 }

@@ -206,7 +206,7 @@ impl<'a> Naive<'a> {
         product("down_proj", &(0..inner).map(of).collect::<Vec<f64>>(), x.len())
     }
 
-    /// Each expert's weight is a sigmoid of its own; a bias decides who is chosen, and no more.
+    /// Each expert's weight is its sigmoid; a bias affects only the choice.
     fn glm_experts(&self, at: &str, x: &[f64]) -> Vec<f64> {
         let at = format!("{at}.mlp");
         let bias = self.checkpoint.values(&format!("{at}.gate.e_score_correction_bias")).unwrap();
@@ -225,7 +225,7 @@ impl<'a> Naive<'a> {
         out
     }
 
-    /// What the experts that a row chooses make of it, and the shared one.
+    /// The output of a row's experts, and of the shared one.
     fn experts(&self, at: &str, x: &[f64]) -> Vec<f64> {
         if self.is("glm4_moe") {
             return self.glm_experts(at, x);

@@ -27,7 +27,7 @@ const DOCUMENTS: u64 = 5000;
 const SHARED: u32 = 60;
 /// Prompts waiting for each prefill instance.
 const WAITING: usize = 2;
-/// Answers in work at each decode instance.
+/// Answers in progress at each decode instance.
 const DECODING: usize = 32;
 
 struct World {

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 /// The reserved part of all slots, for parties below their share: one in this many.
 const KEPT_FOR_OTHERS: usize = 8;
 
-/// The number of requests in work of each party; requests without a party are not counted.
+/// The number of requests in progress of each party; requests without a party are not counted.
 #[derive(Clone, Debug, Default)]
 pub struct PartyCounts(BTreeMap<PartyId, usize>);
 

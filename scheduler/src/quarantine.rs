@@ -71,7 +71,7 @@ pub enum AnswerMoment {
 /// One try of a request at an engine.
 #[derive(Clone, Copy, Debug)]
 pub struct EngineTry {
-    /// The request, for as long as it is in work.
+    /// The request, for as long as it is in progress.
     pub request: RequestId,
     /// The digest of the request.
     pub digest: RequestDigest,

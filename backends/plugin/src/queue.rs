@@ -96,7 +96,7 @@ fn run(device: &Arc<OpenedDevice>, batches: &Receiver<PluginBatch>, progress: &P
             PluginBatch::Prepared(graph) => device.replay(graph),
         };
         let time = Seconds(began.elapsed().as_secs_f64());
-        // buffers are freed before it is said that the batch is done
+        // buffers are freed before the batch is reported as done
         drop(batch);
         let mut done = progress.lock();
         done.count += 1;

@@ -138,10 +138,10 @@ fn build(
     });
     let text =
         ShaderModuleDescriptor { label: Some(kernel.entry), source: ShaderSource::Wgsl(source.into()) };
-    // SAFETY: the texts are this crate's own. Each index is either computed from a shape that the operands
+    // SAFETY: the shaders are this crate's own. Each index is either computed from a shape that the operands
     // were checked against (`Cmd::new`) and the windows were cut by (`Planner`), or is loaded and then
-    // compared with the bounds of what is bound before it is followed; loops end at such bounds; divisors
-    // are constants or dimensions of an operation that has elements, hence not 0.
+    // compared with the bounds of the binding before it is used; loops end at such bounds; divisors are
+    // constants or dimensions of an operation that has elements, hence not 0.
     let module = unsafe { link.device.create_shader_module_trusted(text, ShaderRuntimeChecks::unchecked()) };
     let pipeline = link.device.create_compute_pipeline(&ComputePipelineDescriptor {
         label: Some(kernel.entry),

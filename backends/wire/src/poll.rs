@@ -24,7 +24,7 @@ pub(crate) fn wait(entries: &mut [libc::pollfd], timeout: Option<Duration>) -> i
             }
             (_, None) => -1,
         };
-        // SAFETY: the entries are a place of the length that is said.
+        // SAFETY: the entries are a place of the given length.
         let status = unsafe { libc::poll(entries.as_mut_ptr(), entries.len() as libc::nfds_t, timeout_ms) };
         if status >= 0 {
             return Ok(());

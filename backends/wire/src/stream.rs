@@ -176,7 +176,7 @@ fn unpaced(socket: &TcpStream) {
     // available in every kernel, to every user
     const NAME: &[u8] = b"reno";
     let length = to_u32(NAME.len());
-    // SAFETY: an open socket, and a place of the length that is said.
+    // SAFETY: an open socket, and a place of the given length.
     let _status = unsafe {
         libc::setsockopt(
             socket.as_raw_fd(),
@@ -190,7 +190,7 @@ fn unpaced(socket: &TcpStream) {
 
 fn set_option(socket: &TcpStream, level: i32, name: i32, value: i32) -> io::Result<()> {
     let length = to_u32(size_of::<i32>());
-    // SAFETY: an open socket, and a place of the length that is said.
+    // SAFETY: an open socket, and a place of the given length.
     let status =
         unsafe { libc::setsockopt(socket.as_raw_fd(), level, name, (&raw const value).cast(), length) };
     if status < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
@@ -213,7 +213,7 @@ mod tests {
         tune(&socket, Duration::from_secs(10)).unwrap();
         let mut name = [0u8; 16];
         let mut length = name.len() as libc::socklen_t;
-        // SAFETY: an open socket, and a place of the length that is said.
+        // SAFETY: an open socket, and a place of the given length.
         let status = unsafe {
             let place = name.as_mut_ptr().cast();
             libc::getsockopt(

@@ -1,4 +1,4 @@
-//! What other devices say about a sparsely measured one, and how far it is believed.
+//! Corrections that other devices lend to a sparsely measured one, and their weights.
 //!
 //! Stacked regressions (Breiman 1996): each prediction is tested on every point of the device without that
 //! point, and the weights of the average are those with which it would have missed them least.

@@ -8,7 +8,7 @@ pub(crate) const USD_PER_HOUR_MIN: f64 = 1e-6;
 /// Maximum prompt tokens of one step: the longest context of any model. Like the other limits it is well
 /// above useful values, and low enough that nothing computed from it overflows.
 pub(crate) const CHUNK_MAX: i64 = 1 << 20;
-/// Maximum sequences in work on a device.
+/// Maximum sequences in progress on a device.
 pub(crate) const SEQUENCES_MAX: i64 = 1 << 16;
 const REQUESTS_MAX: usize = 1 << 20;
 const GIB_MAX: f64 = 1e6;
@@ -38,7 +38,7 @@ pub(crate) fn share(text: &str) -> Result<f64, String> {
     value.ok_or_else(|| "expected a share above 0, at most 1".into())
 }
 
-/// Parses a number of requests in work.
+/// Parses a number of requests in progress.
 pub(crate) fn requests(text: &str) -> Result<NonZeroUsize, String> {
     let requests = text.parse().ok().filter(|requests: &NonZeroUsize| requests.get() <= REQUESTS_MAX);
     requests.ok_or_else(|| format!("expected a whole number from 1 to {REQUESTS_MAX}"))

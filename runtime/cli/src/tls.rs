@@ -19,7 +19,7 @@ pub(crate) struct TlsArgs {
     /// This member's key
     #[arg(long, value_name = "PEM", requires = "tls_ca")]
     tls_key: Option<PathBuf>,
-    /// Certificates that are believed no more: a CRL of each authority
+    /// Revoked certificates: a CRL of each authority
     #[arg(long, value_name = "PEM", requires = "tls_ca", hide = true)]
     tls_crl: Option<PathBuf>,
     /// DNS name in all members' certificates [default: mixfleet]

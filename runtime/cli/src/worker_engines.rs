@@ -67,7 +67,7 @@ pub(crate) struct WorkerEngine {
     profile: Option<PathBuf>,
     model: Option<String>,
     key_file: Option<PathBuf>,
-    /// The authorities that its certificate is believed from; by default the system's.
+    /// Trusted authorities for its certificate; by default the system's.
     ca: Option<PathBuf>,
     /// Source of its KV events, in its own notation; by default the engine reports it.
     kv_events: Option<String>,
@@ -262,7 +262,7 @@ impl WorkerEngine {
         Ok(Some(known.shape_as(self.stored)))
     }
 
-    /// What predicts it; none if nothing is said of its parts.
+    /// The prediction of its times; none if its parts are not given.
     fn cost(&self) -> Result<Option<CostModel>> {
         let Some(whole) = self.known_shape()? else { return Ok(None) };
         let (profile, all_reduce): (DeviceProfile, _) = match (&self.part, &self.profile) {

@@ -86,7 +86,7 @@ fn the_first_signal_drains_and_the_second_one_cuts() {
     let mut stream = server.connect();
     let length = body.len();
     write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
-    // The request is in work once the server has logged its placement.
+    // The request is in progress once the server has logged its placement.
     loop {
         let line = server.log_line();
         assert!(!line.is_empty(), "the server ended");

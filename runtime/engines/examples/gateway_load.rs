@@ -17,7 +17,7 @@ use std::time::{Duration, Instant, SystemTime};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-/// Requests in work beyond which a due one is not sent and counts as dropped.
+/// Requests in progress beyond which a due one is not sent and counts as dropped.
 const OPEN_MAX: usize = 2000;
 /// Time after which a request counts as failed.
 const PATIENCE: Duration = Duration::from_secs(30);

@@ -31,7 +31,7 @@ pub struct EngineAddress {
     authority: Authority,
     /// What stands before the paths of the API; without a slash at its end.
     prefix: String,
-    /// The certificates of the authorities that its own is believed from, as PEM; by default the system's.
+    /// Trusted authorities for its certificate, as PEM; by default the system's.
     authorities: Option<String>,
 }
 
@@ -70,7 +70,7 @@ impl EngineAddress {
         self.authority.host()
     }
 
-    /// The same address, whose certificate is believed from these authorities alone, PEM.
+    /// The same address, with these authorities alone as trusted, PEM.
     ///
     /// # Errors
     /// When it is not reached by https, which authorities are for.

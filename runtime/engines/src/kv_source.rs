@@ -89,7 +89,7 @@ pub(crate) fn told(host: &str, document: &[u8]) -> Result<Vec<KvSource>, String>
         sources.into_iter().filter(|(_, source)| tells(source)).collect();
     if telling.len() > TOLD_RANKS_MAX {
         let count = telling.len();
-        return Err(format!("it tells {count} sources of KV events; at most {TOLD_RANKS_MAX} are believed"));
+        return Err(format!("it reports {count} sources of KV events; at most {TOLD_RANKS_MAX} are used"));
     }
     let mut read: Vec<KvSource> = Vec::new();
     for (rank, source) in telling {

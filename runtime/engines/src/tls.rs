@@ -15,8 +15,8 @@ pub(crate) fn is_built() -> Result<(), String> {
     Ok(())
 }
 
-/// A connector to an engine that is reached by https or not, whose certificate is believed from
-/// `authorities`, PEM; by default from the system's.
+/// A connector to an engine, by https or not, whose certificate is verified by `authorities`, PEM; by default
+/// by the system's.
 ///
 /// # Errors
 /// When there are no certificates of authorities.
@@ -38,7 +38,7 @@ pub(crate) fn connector(
         .wrap_connector(http))
 }
 
-/// The authorities that an engine's certificate is believed from.
+/// Trusted authorities for an engine's certificate.
 fn roots(authorities: Option<&str>) -> Result<RootCertStore, String> {
     let mut roots = RootCertStore::empty();
     match authorities {
@@ -84,7 +84,7 @@ fn wrong(error: &Error, host: &str) -> String {
     match error {
         // an authority of the same name may have signed others
         Error::InvalidCertificate(CertificateError::UnknownIssuer | CertificateError::BadSignature) => {
-            "its certificate is signed by no authority that is believed here; name the one that signed it by ca=FILE".into()
+            "its certificate is not signed by a trusted authority; name the authority with ca=FILE".into()
         }
         Error::InvalidCertificate(
             CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },

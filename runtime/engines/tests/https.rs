@@ -29,7 +29,7 @@ async fn front(engine: &FakeEngine, (certificate, key): (String, String)) -> u16
         while let Ok((client, _)) = listener.accept().await {
             let (acceptor, behind) = (acceptor.clone(), behind.clone());
             tokio::spawn(async move {
-                // a client that believes nothing leaves here
+                // a client without trusted authorities leaves here
                 let Ok(mut client) = acceptor.accept(client).await else { return };
                 let mut engine = TcpStream::connect(behind).await.unwrap();
                 let _ = tokio::io::copy_bidirectional(&mut client, &mut engine).await;
@@ -103,7 +103,7 @@ async fn an_engine_whose_certificate_is_not_believed_gets_no_key_and_the_cause_i
     let port = front(&fake, authority.signs(&["localhost"])).await;
     let other = Authority::new();
     let said = fault(engine(&format!("https://localhost:{port}"), Some(&other)).unwrap()).await;
-    assert!(said.contains("no authority that is believed") && said.contains("ca=FILE"), "{said}");
+    assert!(said.contains("not signed by a trusted authority") && said.contains("ca=FILE"), "{said}");
     let said = fault(engine(&format!("https://127.0.0.1:{port}"), Some(&authority)).unwrap()).await;
     assert!(said.contains("not for '127.0.0.1'"), "{said}");
     let said =
@@ -111,7 +111,7 @@ async fn an_engine_whose_certificate_is_not_believed_gets_no_key_and_the_cause_i
     assert!(said.contains("does not speak TLS"), "{said}");
     // the system's authorities, where it has any, have not signed it either
     match engine(&format!("https://localhost:{port}"), None) {
-        Ok(engine) => assert!(fault(engine).await.contains("no authority that is believed")),
+        Ok(engine) => assert!(fault(engine).await.contains("not signed by a trusted authority")),
         Err(why) => assert!(why.contains("ca-certificates"), "{why}"),
     }
     // nothing reached it but the greeting in TLS, which is no request

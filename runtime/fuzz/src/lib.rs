@@ -1,4 +1,4 @@
-//! Properties that must hold of every parser of outside bytes, whatever the bytes are.
+//! Properties that must hold of every parser of outside bytes, for any bytes.
 //!
 //! [`TARGETS`] has a function for each parser, which panics if a property does not hold. They are called by
 //! the test in `tests/fuzz.rs` with the inputs of `corpus/` and mutations of them, always the same ones, and

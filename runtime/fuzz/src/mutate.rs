@@ -1,5 +1,4 @@
-//! Mutates inputs: by bits, bytes, pieces, numbers and words of other inputs. Equal seeds give equal
-//! mutations.
+//! Mutates inputs: bits, bytes, pieces, numbers and parts of other inputs. Equal seeds give equal mutations.
 
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::random::Stream;

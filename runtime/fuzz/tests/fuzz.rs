@@ -21,7 +21,7 @@ fn run(name: &str) {
     let cases = number("MIXFLEET_FUZZ_CASES").unwrap_or(target.cases);
     let inputs = corpus.len() as u64 + cases;
     let taken = campaign::run(target, corpus, cases, number("MIXFLEET_FUZZ_SEED").unwrap_or(SEED));
-    println!("{name}: {inputs} inputs, of which {taken} were taken");
+    println!("{name}: {inputs} inputs, {taken} accepted");
 }
 
 /// Defines a test for each target, so that a failure shows the target's name.

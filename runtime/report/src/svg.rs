@@ -371,7 +371,7 @@ fn path(points: &[(f64, f64)], horizontal: &AxisSpan, vertical: &AxisSpan) -> St
     points.iter().map(place).collect::<Vec<_>>().join(" ")
 }
 
-/// Draws a limit if it lies inside.
+/// Draws a limit if it is inside the plot.
 fn line(svg: &mut String, limit: Limit, horizontal: &AxisSpan, vertical: &AxisSpan) {
     let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
     let (at, name) = match limit {

@@ -127,7 +127,7 @@ impl Coordinator {
     pub(super) fn ran(&mut self, instance: InstanceId, steps: MeasuredSteps) {
         let Some(handle) = self.instances.get(&instance) else { return };
         if let Err(reason) = check_steps(&steps) {
-            tracing::warn!(%instance, reason, "what a step took is not believed");
+            tracing::warn!(%instance, reason, "implausible step time ignored");
             return;
         }
         let device = handle.device.clone();

@@ -203,7 +203,7 @@ struct EngineSeat {
     rests: bool,
     /// Whether it gets none because it fails.
     breaker: Breaker,
-    /// Requests from here in work there.
+    /// Requests from here in progress there.
     own: u32,
     /// Requests whose first token has come.
     decoding: u32,

@@ -45,7 +45,7 @@ pub(crate) enum RelayError {
     Quarantined(Quarantined),
 }
 
-/// A request in work. Dropping it cancels it, here and at its engine.
+/// A request in progress. Dropping it cancels it, here and at its engine.
 pub(crate) struct Passage {
     pub(super) gateway: Arc<Gateway>,
     pub(super) request: RequestId,

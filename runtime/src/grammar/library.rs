@@ -57,7 +57,7 @@ impl GrammarCompiler {
     }
 }
 
-/// The bytes of a special token, so that no text is taken for it.
+/// The bytes of a special token, so that no text is mistaken for it.
 pub(super) fn special(bytes: &[u8]) -> Vec<u8> {
     [&[TokTrie::SPECIAL_TOKEN_MARKER], bytes].concat()
 }

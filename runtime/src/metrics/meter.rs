@@ -53,7 +53,7 @@ impl Noted {
     }
 }
 
-/// The devices that are up and the requests in work.
+/// The devices that are up and the requests in progress.
 #[derive(Debug, Default)]
 pub(crate) struct Meter {
     devices: BTreeMap<InstanceId, DeviceMeter>,

@@ -196,8 +196,7 @@ impl UpdateReceiver {
         if let Some(update) = &update {
             self.backlog.lock().shrink(update_bytes(update));
         } else if self.backlog.is_over() {
-            let message =
-                "the answer was cancelled: its client reads too slowly, and too much of it had to wait";
+            let message = "the answer was cancelled: its client reads too slowly";
             return Poll::Ready(Some(Update::Failed(Failure::exhausted(message))));
         }
         Poll::Ready(update)

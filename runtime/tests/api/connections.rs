@@ -123,7 +123,7 @@ fn beside_a_house_full_of_work_the_watchers_are_answered_and_others_are_told_to_
             (refused.headers["retry-after"].as_str(), refused.headers["connection"].as_str()),
             ("1", "close")
         );
-        // The overflow holds connections without requests: the oldest of them is closed.
+        // The overflow is connections without requests: the oldest one is closed.
         let mut strangers = Vec::new();
         for last in 10..200 {
             strangers.push(server.sent(ip(last), HALF_OPEN).await);
@@ -132,7 +132,7 @@ fn beside_a_house_full_of_work_the_watchers_are_answered_and_others_are_told_to_
         assert_eq!(
             (server.submissions().len(), server.cancellations()),
             (4, 0),
-            "who works is not disturbed"
+            "a connection at work is not disturbed"
         );
         running.pop();
         server.until("a place is free", || server.cancellations() == 1).await;
@@ -153,7 +153,7 @@ fn who_has_to_go_or_finds_no_place_is_counted() {
         for last in 0..4 {
             running.push(server.stream_from(ip(last)).await);
         }
-        assert_eq!(server.metrics.connections_evicted.get(), 10, "four more for those who ask");
+        assert_eq!(server.metrics.connections_evicted.get(), 10, "four more for those with requests");
         assert_eq!(server.ask(ip(7), "/v1/completions").await.status, 503);
         let told = server.metrics.encode();
         assert!(told.contains("http_refused_total{code=\"connections_exhausted\"} 1\n"), "{told}");

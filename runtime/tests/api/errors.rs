@@ -182,7 +182,7 @@ fn what_exceeds_the_context_is_refused() {
         assert_eq!(server.post("/v1/completions", &body).await.status, 200);
         server.submissions()
     });
-    assert_eq!(submitted[0].max_tokens, 1, "the default shrinks to what is left");
+    assert_eq!(submitted[0].max_tokens, 1, "the default shrinks to the remaining tokens");
 }
 
 #[test]

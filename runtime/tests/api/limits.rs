@@ -91,7 +91,7 @@ fn more_requests_are_a_429_and_slots_come_back() {
     });
 }
 
-/// Asks for a stream from an address, whose connection is returned unread.
+/// Requests a stream from an address, and returns the unread connection.
 async fn stream_from(server: &Server, party: u8) -> Box<dyn Connection> {
     let mut connection = server.env.connect_from([10, 0, 0, party].into(), ADDRESS).unwrap();
     let body = json!({"model": MODEL, "prompt": "a", "stream": true}).to_string();
@@ -175,7 +175,7 @@ fn one_address_holds_half_of_what_all_bodies_may_take() {
     });
 }
 
-/// A server whose clients may let so much wait that one of them lets too much wait soon.
+/// A server with so little room for unread data that one client soon exceeds its share.
 fn with_small_backlogs(play: Play) -> Setup {
     let setup = Setup::play(play).with_limits(|limits| limits.answers_bytes_max = 256 << 10);
     Setup { context: 1 << 20, ..setup }
@@ -217,7 +217,7 @@ fn a_whole_answer_that_is_too_long_to_keep_is_a_429() {
         assert_eq!(response.error().0, 429, "{}", response.body);
         assert!(response.body.contains("use 'stream'"), "{}", response.body);
         let short = json!({"model": MODEL, "prompt": "a", "max_tokens": 4});
-        assert_eq!(server.post("/v1/completions", &short).await.status, 200, "what was held is free again");
+        assert_eq!(server.post("/v1/completions", &short).await.status, 200, "the held bytes are free again");
     });
 }
 

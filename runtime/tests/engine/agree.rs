@@ -44,7 +44,7 @@ struct Scene {
     name: &'static str,
     parts: Vec<Part>,
     joined: bool,
-    /// Whether copies of KV take the memory's time, of which steps then have less.
+    /// Whether copies of KV take memory time, which slows steps.
     copies_take: bool,
     /// Whether two of three requests are flex.
     flex: bool,
@@ -56,7 +56,7 @@ struct Scene {
     beside_decode_max: Option<u32>,
     /// Whether prefixes are pulled.
     pull: bool,
-    /// Tokens of KV that a part holds, and those that a KV node beside them holds.
+    /// Tokens of KV that a part holds, and tokens that a KV node beside the parts holds.
     kv_tokens: u64,
     node_tokens: Option<u64>,
     /// Whether the requests are turns of conversations, each with all prompts before it in front.
@@ -292,7 +292,7 @@ fn requests_of_three_tiers_agree_on_every_placement() {
     }
 }
 
-/// Both size the prompt rows beside decodes by the TBT objective, of which flex requests have none.
+/// Both size the prompt rows beside decodes by the TBT objective; flex requests have none.
 #[test]
 fn steps_sized_by_the_tbt_objective_agree_on_every_placement() {
     for policy in [Policy::PerDollar, Policy::CacheAware] {
@@ -339,8 +339,8 @@ fn reuse(scene: &Scene) -> [(f64, f64); 2] {
     [(counts.cached_tokens as f64 / prompts, ttft_s(&was)), (will.hit, ttft_s(&will))]
 }
 
-/// A KV node takes what the instances computed, and lends it in the next turn, by when they gave it up: what
-/// that brings is as predicted.
+/// A KV node takes the instances' KV, and lends it in the next turn, when they have evicted it: the gain is
+/// as predicted.
 #[test]
 fn conversations_gain_from_a_kv_node_what_is_predicted() {
     for (seed, requests_per_s) in [(1, 1.0), (3, 3.0)] {
@@ -399,7 +399,7 @@ fn flexible_requests_that_give_way_agree_on_every_placement() {
     assert!(preempted > 50, "hardly anybody gave way: {preempted}");
 }
 
-/// Each router is told what the others gave to the instances, at once and on the beat.
+/// Each router learns of the other routers' placements, immediately and periodically.
 #[test]
 fn several_routers_agree_on_every_placement() {
     for (at, policy) in POLICIES.into_iter().enumerate() {

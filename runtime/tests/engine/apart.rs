@@ -1,5 +1,5 @@
-//! Attention on devices of its own: together with the device that has the weights they compute what one
-//! device does, and each keeps only what is its own.
+//! Attention offload: together with the device that has the weights, attention devices compute what one
+//! device does, and each keeps only its own part.
 
 use super::cost_shape::{BLOCK_TOKENS, counted};
 use super::divided::{LOGIT_ERROR_MAX, Ran, Seen, core, seeing, two_sequences, unlike, worst_error};
@@ -76,7 +76,7 @@ impl Collective for Counting {
 /// A device that attends, and what it has for each of two batches.
 type Attends = (Arc<dyn Device>, Box<dyn Queue>, [AttentionMember; 2]);
 
-/// A model on the device of its weights and those that attend.
+/// A model on the device of its weights and its attention devices.
 struct Apart {
     device: Arc<dyn Device>,
     queue: Box<dyn Queue>,
@@ -144,7 +144,7 @@ impl Apart {
         all
     }
 
-    /// With sequences that decode in so many batches.
+    /// With sequences that decode in this many batches.
     fn in_batches(self, groups: u32) -> Self {
         Apart { groups, ..self }
     }
@@ -251,8 +251,8 @@ fn every_member_runs_what_the_cost_model_counts_for_it() {
     }
 }
 
-/// The operations in which a member attends to four rows of sequences that are divided by pages, of whose
-/// keys it has `kv_tokens`, and of which it writes those of `written` tokens.
+/// The operations in which a member attends to four rows of sequences that are divided by pages: it has
+/// `kv_tokens` of their keys, and writes those of `written` tokens.
 fn partial_ops(share: &MemberShare, shape: &ModelShape, kv_tokens: u64, written: u32) -> Vec<(OpSig, u64)> {
     let mut ops = share.step_ops(shape, &[], 4, kv_tokens);
     for (sig, _) in &mut ops {
@@ -297,7 +297,7 @@ fn where_pages_are_divided_every_member_runs_what_the_cost_model_counts_for_its_
             assert_eq!(of[at], counted(ops.into_iter()), "{name}: a prompt on member {at}");
         }
         assert!(of[1].is_empty(), "{name}: {:?}", of[1]);
-        // sequences of which one member has 13 keys and the newest one, and the other 8
+        // sequences; one member has 13 of their keys and the newest one, and the other 8
         let (cost, shares, of) = submitted(AttnSplit::Range, vec![decode(&both); 4]);
         for (at, keys, written) in [(1, 13, 4), (2, 8, 0)] {
             let ops = partial_ops(&shares[at], &cost, 4 * keys, written);
@@ -306,7 +306,7 @@ fn where_pages_are_divided_every_member_runs_what_the_cost_model_counts_for_its_
     }
 }
 
-/// What was allocated on a device, and whether it imported memory.
+/// Allocations on a device, and whether it imported memory.
 type Allocated = Arc<Mutex<Vec<Option<BufferUsage>>>>;
 
 /// A device that notes what memory is taken on it.
@@ -429,7 +429,7 @@ fn steps_decode_in_two_batches_where_that_is_predicted_to_take_less_and_give_the
     }
 }
 
-/// One token of each prompt is not in any cache, so that all are decodes, of which each batch has two.
+/// One token of each prompt is not in any cache, so that all are decodes; each batch has two.
 #[test]
 fn of_two_batches_in_flight_each_hands_over_the_kv_of_its_own_prompts() {
     let (_, checkpoint) = tiny_variants().remove(0);
@@ -498,7 +498,7 @@ fn steps_are_predicted_by_the_profiles_of_the_members() {
         block_tokens: Some(BLOCK_TOKENS),
     };
     let profiles = ["H100-SXM-80GB", "L40S", "L4"].map(|id| part(id).unwrap().profile());
-    // in virtual time nothing takes time but what is predicted
+    // in virtual time only predicted times pass
     let env = SeededEnv::new(1);
     let no_time = LinkCost::default();
     for split in AttnSplit::ALL {

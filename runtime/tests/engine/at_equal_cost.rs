@@ -1,14 +1,14 @@
-//! What attention on devices of its own gains at equal cost: by the rates of a plan, by a simulation, and by
-//! the engine of `serve` in virtual time, under one load.
+//! Measures what attention offload gains at equal cost: by the rates of a plan, by a simulation, and by the
+//! engine of `serve` in virtual time, under one load.
 //!
-//! Clients in a closed loop each have a context of their own, which their first request computes; all later
-//! ones find it in the cache of the instance but for its last block, so that the instance does little but
-//! decode. What is counted are the tokens of the time in which all clients decode.
+//! Clients in a closed loop each have a context, which their first request computes; all later ones find it
+//! in the cache of the instance but for its last block, so that the instance does little but decode. Only
+//! tokens of the time in which all clients decode are counted.
 //!
-//! The device of the engine stands for all of the group, and takes for the layers of a step what the cost
-//! model of the pool predicts, as `serve` lets simulated parts do that share a model. Its model has one small
-//! layer in place of those of Llama-3.1-70B, whose KV the host could not hold, so that tokens are hashes of
-//! its KV and times are those of the large one.
+//! The engine's single device stands for the whole group, and takes the times that the cost model of the pool
+//! predicts for the layers of a step, as `serve` does for simulated parts that share a model. Its model has
+//! one small layer in place of those of Llama-3.1-70B, whose KV would not fit into the host, so that tokens
+//! are hashes of its KV and times are those of the large one.
 
 use super::parts;
 use crate::fleet::clock::WorldClock;
@@ -45,8 +45,7 @@ const NETWORK_GB_PER_S: f64 = 4.0 * 45.7;
 const PRICES: [(&str, f64); 3] = [("H100-SXM-80GB", 2.69), ("RTX-4090", 0.34), ("H20-96GB", 0.80)];
 const TBT_S: f64 = 0.05;
 const BLOCK_TOKENS: u32 = 16;
-/// Answers of each client that decode beside those of all others, of which the first and the last do so in
-/// part.
+/// Answers of each client that decode beside those of all others; the first and the last only partly.
 const ROUNDS: u32 = 3;
 /// The largest difference between any two of the three, of gains and of tokens per second; and that between
 /// the simulator and the engine, which run the same machines on the same costs.
@@ -73,7 +72,7 @@ struct Answer {
     end_s: f64,
 }
 
-/// What so many clients ask for, and when.
+/// Requests of this many clients, with their times.
 struct Load {
     case: Case,
     clients: u32,
@@ -84,8 +83,7 @@ struct Load {
 }
 
 impl Load {
-    /// The time before which a client does not ask for an answer of this round, the first of which computes
-    /// its context.
+    /// The earliest time of a client's request in this round; the first round computes its context.
     fn at(&self, client: u32, round: u32) -> Seconds {
         match round {
             0 => Seconds::ZERO,
@@ -150,8 +148,8 @@ impl Case {
         products.with(&others, count, BytesPerSecond(NETWORK_GB_PER_S * GB)).unwrap()
     }
 
-    /// Sequences in a step, and tokens per second, by the rates of a plan, of which as many are in a step as
-    /// find their contexts in memory when all are longest.
+    /// Sequences in a step, and tokens per second, by the rates of a plan; a step has as many sequences as
+    /// find room for their contexts when all are longest.
     fn planned(&self) -> (u32, f64) {
         let level = ServiceLevel { ttft: Seconds(30.0), tbt: Seconds(TBT_S) };
         let cached = f64::from(self.input_tokens - BLOCK_TOKENS) / f64::from(self.input_tokens);
@@ -168,7 +166,7 @@ impl Case {
         (carried.batch, f64::from(carried.batch) / carried.latency.0)
     }
 
-    /// The fleet of one such instance, for so many sequences.
+    /// The fleet of one such instance, for this many sequences.
     fn fleet(&self, clients: u32) -> FleetFile {
         let device = self.attending.map_or_else(
             || "device = \"H100-SXM-80GB\"".to_owned(),

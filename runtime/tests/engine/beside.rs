@@ -23,7 +23,7 @@ fn part(env: &SeededEnv, at: usize, flops: f64) -> Arc<dyn Device> {
     part_of(env, at, flops, 1e12)
 }
 
-/// A part with so many FLOP/s and bytes/s.
+/// A part with this many FLOP/s and bytes/s.
 fn part_of(env: &SeededEnv, at: usize, flops: f64, bandwidth: f64) -> Arc<dyn Device> {
     let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(flops)));
     let profile = DeviceProfile::roof(rates.to_vec(), BytesPerSecond(bandwidth), Bytes(1e9));
@@ -45,7 +45,7 @@ pub(super) async fn times(env: &SeededEnv, updates: &mut UpdateReceiver, count: 
     times
 }
 
-/// 120 tokens of 12 layers are 60 pieces, of which three are in transit at a time.
+/// 120 tokens of 12 layers are 60 pieces, three of which are in flight at a time.
 #[test]
 fn kv_of_many_more_pieces_than_slots_lands_within_about_one_step_of_its_receiver() {
     let (_, mut random) = tiny_variants().remove(1);
@@ -79,7 +79,7 @@ fn kv_of_many_more_pieces_than_slots_lands_within_about_one_step_of_its_receiver
     assert_eq!(fleet.transfer_troubles(), (0, 0));
 }
 
-/// What runs on the queues of one device.
+/// Work on the queues of one device.
 #[derive(Default)]
 pub(super) struct Running {
     /// Pages that the batches which were not waited for use, by queue.
@@ -89,7 +89,7 @@ pub(super) struct Running {
     pub(super) beside: usize,
 }
 
-/// A queue that checks what is scattered against the batches of other queues.
+/// A queue that checks scattered pages against the batches of other queues.
 struct Checked {
     inner: Box<dyn Queue>,
     device: Arc<dyn Device>,
@@ -169,7 +169,7 @@ impl Queue for Checked {
     }
 }
 
-/// A part whose queues are checked, and what runs on them.
+/// A part whose queues are checked, and its work.
 pub(super) fn checked(device: Arc<dyn Device>) -> (Arc<dyn Device>, Arc<Mutex<Running>>) {
     let running: Arc<Mutex<Running>> = Arc::default();
     let (inner, all) = (device.clone(), running.clone());
@@ -186,7 +186,7 @@ pub(super) fn checked(device: Arc<dyn Device>) -> (Arc<dyn Device>, Arc<Mutex<Ru
     (Arc::new(Wayward::over(device).queuing(queue)), running)
 }
 
-/// Requests with common prefixes, whose answers are those of a part that has nothing else to do.
+/// Requests with common prefixes, whose answers equal those of a part without other work.
 fn cases(checkpoint: &Checkpoint, seed: u64, count: usize) -> Vec<Case> {
     let mut rng = Stream::new(seed);
     let family = prompt(60, 2000, &checkpoint.config);
@@ -253,7 +253,7 @@ fn no_page_that_a_running_step_uses_is_written_by_what_is_loaded() {
     assert!(loaded > 20, "{loaded} pieces were loaded during steps");
 }
 
-/// What holds the prefix of a request.
+/// The holder of a request's prefix.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Holder {
     Device,

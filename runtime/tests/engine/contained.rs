@@ -53,7 +53,7 @@ fn dies_of(id: &str, token: u32, kind: ErrorKind) -> (Arc<dyn Device>, Arc<Atomi
     (Arc::new(device), deaths)
 }
 
-/// Runs one poisoned request among others, all at once, and another one after `pause`; the others' answers
+/// Runs one poisoned request among others, all together, and another one after `pause`; the others' answers
 /// must be right. Returns the poisoned one's answer.
 fn one_among_others(
     fleet: &TestFleet,

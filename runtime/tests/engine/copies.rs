@@ -24,7 +24,7 @@ fn questions(checkpoint: &Checkpoint, count: u64) -> Arc<Vec<Case>> {
     Arc::new((0..count).map(question).collect())
 }
 
-/// Asks one question, and after its answer the others at once; checks every answer.
+/// Sends one request, and after its answer the others together; checks every answer.
 fn ask_all(fleet: &TestFleet, env: &SeededEnv, questions: &Arc<Vec<Case>>) {
     let handle = fleet.start(Arc::new(env.clone()));
     let (questions, world) = (questions.clone(), env.clone());

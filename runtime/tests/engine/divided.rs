@@ -33,7 +33,7 @@ pub(super) fn core() -> Arc<dyn Device> {
     CpuBackend.open("cpu@0").unwrap()
 }
 
-/// So many devices, the last of which is unlike the others.
+/// This many devices; the last is unlike the others.
 pub(super) fn unlike(members: usize) -> Vec<Arc<dyn Device>> {
     let cores = (1..members).map(|_| core());
     cores.chain([Arc::new(ReferenceDevice::default()) as Arc<dyn Device>]).collect()
@@ -125,8 +125,7 @@ impl Divided {
 /// Rows of logits, and the tokens drawn from them.
 pub(super) type Ran = (Vec<Vec<f32>>, Vec<u32>);
 
-/// Two sequences, the second of which begins while the first decodes: their texts, and their logits from step
-/// to step.
+/// Two sequences; the second begins while the first decodes: their texts, and their logits from step to step.
 pub(super) fn two_sequences(
     run: &mut dyn FnMut(&[StepInput<'_>]) -> Ran,
     prompts: [&[u32]; 2],
@@ -265,7 +264,7 @@ impl Queue for SeeingQueue {
     }
 }
 
-/// A device that notes what is submitted to it.
+/// A device that records the submitted commands.
 pub(super) fn seeing(seen: &Seen) -> Arc<dyn Device> {
     let seen = seen.clone();
     Arc::new(Wayward::new("seeing").queuing(move |queue| Box::new(SeeingQueue(queue, seen.clone()))))

@@ -1,4 +1,4 @@
-//! Tokens that a device draws, against those that the host draws in f64.
+//! Tokens drawn by a device, against those that the host draws in f64.
 
 use crate::fleet::wayward::Wayward;
 use crate::fleet::{TestFleet, prompt, request};
@@ -254,8 +254,8 @@ fn a_sampled_token_costs_16_bytes_from_the_device_and_no_logits() {
     }
 }
 
-/// Requests with every filter and penalty, decoded together. A step's last batch is submitted for what is
-/// read, so that a device can have it come along, also where steps would be recorded.
+/// Requests with every filter and penalty, decoded together. A step's last batch is submitted with its
+/// results, so that a device can send them with it, also where steps would be recorded.
 fn costs_16_bytes_a_token(replay_pays: bool) {
     const REQUESTS: u32 = 8;
     const TOKENS: u32 = 6;

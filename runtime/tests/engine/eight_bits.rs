@@ -1,6 +1,5 @@
-//! KV of eight bits: answers are those of a float64 forward pass that keeps such KV, between instances over
-//! each transport, under faults, and from the tiers below a device; what is sent has the bytes of the
-//! formula.
+//! KV of eight bits: answers equal those of a float64 forward pass that keeps such KV, between instances over
+//! each transport, under faults, and from the tiers below a device; transfers have the bytes of the formula.
 
 use crate::fleet::wayward::Wayward;
 use crate::fleet::{Case, ReceivedAnswer, TestFleet, ask, prompt};
@@ -101,7 +100,7 @@ fn kv_of_a_wider_dtype_becomes_codes_on_the_way_and_codes_stay_codes() {
     assert_eq!(answer.tokens, expected);
 }
 
-/// Asks all of `cases`, one after the other, in real time.
+/// Runs all of `cases`, one after the other, in real time.
 fn ask_all(fleet: &TestFleet, cases: &[Case]) -> Vec<ReceivedAnswer> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     let env: SharedEnv = Arc::new(RealEnv::new(runtime.handle().clone()));
@@ -187,7 +186,7 @@ fn it_returns_from_host_memory_and_from_disk_also_where_bits_flip() {
                     let mut answers = Vec::new();
                     for case in asked {
                         answers.push(ask(&handle, "turn".into(), case.prompt, 4, None).await);
-                        // what is evicted reaches the disk
+                        // evicted blocks reach the disk
                         world.sleep(Duration::from_secs(1)).await;
                     }
                     answers

@@ -1,4 +1,4 @@
-//! Prompts over latents give the same whether heads attend to these or to keys and values made of them.
+//! Prompts over latents give the same results with attention to latents and with expanded keys and values.
 
 use mixfleet_hal::{Cmd, DType, Device, OpSig, Queue};
 use mixfleet_hwtests::reference::ReferenceDevice;

@@ -32,7 +32,7 @@ pub(super) struct Paced {
     bytes_per_s: f64,
     /// Time from which every transfer fails, if the link breaks.
     breaks_at: Arc<OnceLock<Seconds>>,
-    /// When pieces of so many bytes began to leave.
+    /// When pieces of this size began to leave.
     left: Arc<Mutex<Vec<(Seconds, u64)>>>,
 }
 
@@ -102,7 +102,7 @@ impl Endpoint for PacedWay {
                 return Err(Error::new(ErrorKind::Closed, "the link broke"));
             }
             if self.env.now() < lands {
-                return Err(Error::new(ErrorKind::Timeout, "it is on its way"));
+                return Err(Error::new(ErrorKind::Timeout, "it is in flight"));
             }
             self.landing.remove(&transfer.0);
         }
@@ -162,13 +162,13 @@ fn hand_off_until(
     })
 }
 
-/// A part of which arithmetic takes most of the time.
+/// A part whose time is mostly arithmetic.
 pub(super) fn part(flops: f64) -> DeviceProfile {
     let rates = [DType::F32, DType::Bf16].map(|dtype| (dtype, FlopPerSecond(flops)));
     DeviceProfile::roof(rates.to_vec(), BytesPerSecond(1e9), Bytes(1e9))
 }
 
-/// Asks a fleet for the answer to one prompt; `begun` is told when.
+/// Sends one prompt to a fleet; `begun` is notified of the start.
 pub(super) fn ask(
     fleet: &TestFleet,
     env: &SeededEnv,

@@ -1,5 +1,5 @@
-//! KV nodes in the seeded environment: they take what others computed, lend it when its device gave it up,
-//! and every answer has the tokens of the float64 forward pass, whatever becomes of them.
+//! KV nodes in the seeded environment: they take KV computed by others, lend it after its device has evicted
+//! it, and every answer has the tokens of the float64 forward pass, even if nodes fail.
 
 use crate::fleet::{Case, ReceivedAnswer, TestFleet, ask, greedy, prompt};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
@@ -30,8 +30,8 @@ fn talks(checkpoint: &Checkpoint, count: u64) -> Arc<Vec<Talk>> {
     Arc::new((0..count).map(talk).collect())
 }
 
-/// Asks the first turns of all talks one after the other, then their second ones, and so on: by then the
-/// device has given up the turn before. Checks every answer, and returns the cached tokens.
+/// Runs the first turns of all talks one after the other, then their second ones, and so on: by then the
+/// device has evicted the turn before. Checks every answer, and returns the cached tokens.
 fn converse(fleet: &TestFleet, env: &SeededEnv, talks: &Arc<Vec<Talk>>) -> u32 {
     let handle = fleet.start(Arc::new(env.clone()));
     let (talks, world) = (talks.clone(), env.clone());
@@ -70,7 +70,7 @@ fn a_node_lends_what_the_device_gave_up_and_answers_are_the_same() {
     let without = converse(&small(&checkpoint), &SeededEnv::new(1), &talks);
     let fleet = small(&checkpoint).with(Role::Kv);
     let with = converse(&fleet, &SeededEnv::new(1), &talks);
-    // 25 and 51 tokens of the turn before have KV, in blocks of 8; the device gave up almost all of them
+    // 25 and 51 tokens of the turn before have KV, in blocks of 8; the device evicted almost all of them
     assert_eq!((without, with), (64, 6 * (24 + 48)));
     assert_eq!((fleet.usage_of(0), fleet.usage_of(1)), (0.0, 0.0), "blocks are still in use");
 }

@@ -26,7 +26,7 @@ fn profile(speed: f64) -> DeviceProfile {
     DeviceProfile { launch, launch_per_command, ..roof }
 }
 
-/// Equal devices, of which the first is predicted to be `believed` times as fast as it is.
+/// Equal devices; the first is predicted to be `believed` times as fast as it is.
 fn start(
     checkpoint: &Checkpoint,
     env: &SeededEnv,
@@ -62,7 +62,7 @@ fn start(
 /// TTFT before and after correction.
 type Corrected = [([f64; 2], [f64; 2]); 2];
 
-/// Runs requests for a minute; returns what is learned, and the last explanation.
+/// Runs requests for a minute; returns the learned corrections, and the last explanation.
 fn play(believed: f64) -> (Corrected, serde_json::Value) {
     let checkpoint = tiny_variants().remove(1).1.load().unwrap();
     let env = SeededEnv::with_blocking_workers(7);

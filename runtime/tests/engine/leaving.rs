@@ -20,7 +20,7 @@ use std::time::Duration;
 /// The tokens of a step.
 const STEP_TOKENS: u32 = 24;
 
-/// A group that computes prompts: its name, and who does what.
+/// A group that computes prompts: its name, and its partition.
 type Group = (&'static str, fn(&Checkpoint) -> Partition);
 
 const GROUPS: [Group; 6] = [
@@ -35,14 +35,14 @@ const GROUPS: [Group; 6] = [
 /// A piece that left: when, and its bytes.
 type Piece = (Seconds, u64);
 
-/// A part that computes, and takes as long as one of so many operations per second would.
+/// A part that computes, in the time of one with this many operations per second.
 fn computing(env: &SeededEnv, id: String, flops: f64) -> Arc<dyn Device> {
     let clock = Arc::new(WorldClock(env.clone()));
     Arc::new(ComputeDevice::computed_by(core(), &id, part(flops), clock).unwrap())
 }
 
-/// Sends a prompt of so many tokens from a group to a single device over a link of this rate, with so many
-/// slots.
+/// Sends a prompt of this many tokens from a group to a single device over a link of this rate, with this
+/// many slots.
 fn hand_off(
     checkpoint: &Checkpoint,
     group: Group,

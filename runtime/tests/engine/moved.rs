@@ -1,4 +1,4 @@
-//! KV between instances of one device and of several, whatever these divide, and in the tiers below them: the
+//! KV between instances of one device and of several, under every partition, and in the tiers below them: the
 //! answers are those of the float64 forward pass, and no page stays in use.
 
 use super::divided::core;
@@ -20,9 +20,9 @@ use std::time::Duration;
 /// How the devices of an instance have a model.
 #[derive(Clone, Copy, Debug)]
 enum Has {
-    /// Stages of so many.
+    /// Stages of this many devices.
     Stages(&'static [usize]),
-    /// One has the weights, and so many attend.
+    /// One device has the weights, and this many run attention.
     Attention(AttnSplit, usize),
 }
 
@@ -36,7 +36,7 @@ const BY_HEAD: Has = Has::Attention(AttnSplit::Head, 2);
 const BY_REQUEST: Has = Has::Attention(AttnSplit::Request, 2);
 const BY_RANGE: Has = Has::Attention(AttnSplit::Range, 2);
 
-/// Who computes prompts, and who decodes.
+/// Prefill and decode instances.
 const PAIRS: [[Has; 2]; 12] = [
     [ONE, TP2],
     [TP2, ONE],
@@ -56,7 +56,7 @@ fn checkpoint() -> Checkpoint {
     tiny_variants().remove(0).1.load().unwrap()
 }
 
-/// So many devices with names of their own, the last of which is unlike the others.
+/// This many devices with different names; the last is unlike the others.
 fn devices(count: usize, instance: usize) -> Vec<Arc<dyn Device>> {
     let named = || Arc::new(ReferenceDevice::named(&format!("device{instance}"))) as Arc<dyn Device>;
     (1..count).map(|_| core()).chain([named()]).collect()
@@ -80,7 +80,7 @@ fn pair(checkpoint: &Checkpoint, [prefill, decode]: [Has; 2]) -> TestFleet {
     with(fleet, checkpoint, decode, (Role::Decode, 8, DType::F32))
 }
 
-/// Prompts of several chunks, two of which begin alike.
+/// Prompts of several chunks; two begin alike.
 fn cases(checkpoint: &Checkpoint, seed: u64) -> Vec<Case> {
     let shared = prompt(20, seed, &checkpoint.config);
     let case = |(length, begins): (u32, usize)| {
@@ -113,7 +113,7 @@ fn every_family_decodes_on_any_devices_what_any_others_prefilled() {
             let fleet = pair(&checkpoint, [prefill, decode]);
             let usage = fleet.run_many(&SeededEnv::new(which as u64), cases.clone());
             assert_eq!((usage, fleet.panics()), (0.0, 0), "{what}: blocks are still in use");
-            // all prompts but what the receiver has of the second one, and what lies before windows
+            // all prompts, less the receiver's part of the second one and keys before windows
             let shape = checkpoint.config.cost_shape(DType::F32, DType::F32, 8);
             let least: u64 = [37, 4, 9].map(|tokens| shape.sent_bytes(tokens)).iter().sum();
             assert!(fleet.sent_bytes() >= least, "{what}: {} of {least} bytes sent", fleet.sent_bytes());
@@ -194,7 +194,8 @@ fn what_several_devices_evict_is_loaded_again_and_pulled_from_their_lower_tiers(
     assert!(more > 0, "nothing was pulled from a lower tier");
 }
 
-/// Asks one prompt after the other on an only instance, with a disk below it; the cached tokens of each.
+/// Runs one prompt after the other on a single instance, with a disk below it; returns the cached tokens of
+/// each.
 fn on_disk(checkpoint: &Checkpoint, has: Has, disk: &SimDisk, prompts: &[Vec<u32>]) -> (Vec<u32>, u64) {
     let fleet = TestFleet::new(checkpoint.clone()).blocks(7).lower(2, Some((disk.clone(), 1 << 20)));
     let fleet = with(fleet, checkpoint, has, (Role::Auto, 8, DType::F32));

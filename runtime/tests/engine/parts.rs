@@ -76,7 +76,7 @@ pub(super) fn of_file(
     }
 }
 
-/// Ends with the answer, which nobody reads, and says how many tokens of the prompt were reused.
+/// Ends with the answer, which is not read, and returns the number of reused tokens of the prompt.
 pub(super) fn end_of(world: &SeededEnv, mut updates: UpdateReceiver) -> oneshot::Receiver<u32> {
     let (sender, end) = oneshot::channel();
     world.spawn(Box::pin(async move {

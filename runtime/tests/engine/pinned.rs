@@ -93,7 +93,7 @@ impl Device for Pinning {
     }
 }
 
-/// The in-process transport, which checks what is pinned when it fences.
+/// The in-process transport, which checks pinned ranges when it fences.
 struct Fencing {
     inner: InProcessTransport,
     host: SharedHost,
@@ -157,7 +157,7 @@ fn kv_goes_through_pinned_memory_alone() {
 fn memory_is_unpinned_before_it_is_fenced() {
     let fails = FaultPlan::exactly(Fault::Fail, 300, u64::MAX);
     let host = served([FleetRole::Auto, FleetRole::Auto], fails, false);
-    assert!(host.fenced > 0, "nobody was lost");
+    assert!(host.fenced > 0, "no peer was lost");
     assert_eq!(host.fenced_while_pinned, 0, "of {}", host.fenced);
 }
 

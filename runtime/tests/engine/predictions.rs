@@ -93,7 +93,7 @@ fn read() -> Option<Tables> {
     ] {
         let path = directory.join(file);
         let Ok(mut reader) = csv::Reader::from_path(&path) else {
-            println!("SKIPPED: no ../shared/data/measured/{file}: predictions were not compared with it");
+            println!("SKIPPED: no ../shared/data/measured/{file}: predictions not compared");
             return None;
         };
         for row in reader.deserialize::<HashMap<String, String>>() {
@@ -162,7 +162,7 @@ fn loaded(part: &Part, profile: DeviceProfile, model: &RandomCheckpoint, env: &S
     Loaded::new(&config, spec).unwrap()
 }
 
-/// Relative errors of predictions, by what was predicted.
+/// Relative errors of predictions, by kind.
 #[derive(Default)]
 struct Errors(BTreeMap<&'static str, Vec<(f64, String)>>);
 
@@ -171,7 +171,7 @@ impl Errors {
         self.0.entry(what).or_default().push(((predicted / took - 1.0).abs(), case));
     }
 
-    /// Compares predictions of steps with what the device takes for them, as far as it holds so many tokens.
+    /// Compares predictions of steps with the device's times, as far as it holds the tokens.
     fn compare(&mut self, of: &str, held: u64, [predicted, truth]: [&CostModel; 2]) {
         for tokens in PROMPTS {
             let case = format!("{of}, prompt of {tokens}");
@@ -204,7 +204,7 @@ impl Errors {
                 [mean(&errors), largest(&errors), often(&errors)].map(|of| 100.0 * of);
             let worst = cases.iter().max_by(|a, b| a.0.total_cmp(&b.0)).map_or("", |(_, case)| case);
             println!(
-                "{source}: {} {what}: {mean:.1} % off in the mean, {largest:.1} % at most ({worst}), {often:.2} % of them \
+                "{source}: {} {what}: {mean:.1} % off in the mean, {largest:.1} % at most ({worst}), {often:.2} % \
                  above 10 %",
                 errors.len()
             );

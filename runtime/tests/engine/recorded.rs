@@ -42,8 +42,8 @@ impl Queue for CountingQueue {
 /// Recordings and replays.
 type Counted = (usize, usize);
 
-/// Generates as many tokens for each request at once, over several KV blocks; returns what was counted until
-/// the engine was up, and what since.
+/// Generates this many tokens for each request together, over several KV blocks; returns the counts until the
+/// engine was up, and since.
 fn generate(replay_pays: bool, tokens: &[u32]) -> (Counted, Counted) {
     let (_, checkpoint) = tiny_variants().remove(0);
     let checkpoint = checkpoint.load().unwrap();

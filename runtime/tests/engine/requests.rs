@@ -79,7 +79,7 @@ fn logits_that_are_no_numbers_fail_the_request_and_nothing_else() {
     let prompt = prompt(9, 1, &broken.config);
     let answer = TestFleet::new(broken).with(Role::Auto).run_one(&env, prompt, 4);
     assert!(answer.tokens.is_empty(), "{answer:?}");
-    assert!(answer.failure.is_some_and(|message| message.contains("number")), "no failure was told");
+    assert!(answer.failure.is_some_and(|message| message.contains("number")), "no failure was reported");
 }
 
 #[test]

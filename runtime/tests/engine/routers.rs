@@ -241,7 +241,7 @@ fn what_took_two_instances_from_one_router_is_refused_by_all() {
         expect_refused(other).await;
         let late = router(3, &checkpoint, &world, &hub, EngineConfig::default(), None);
         world.sleep(Duration::from_secs(1)).await;
-        // the instances were opened again meanwhile
+        // the instances were opened again in between
         for router in [one, other, &late] {
             expect_refused(router).await;
         }

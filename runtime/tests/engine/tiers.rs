@@ -19,7 +19,7 @@ fn checkpoint() -> Checkpoint {
     tiny_variants().remove(0).1.load().unwrap()
 }
 
-/// Asks the prompts one after the other.
+/// Runs the prompts one after the other.
 fn converse(fleet: &TestFleet, env: &SeededEnv, prompts: &[Vec<u32>]) -> Vec<ReceivedAnswer> {
     let handle = fleet.start(Arc::new(env.clone()));
     let prompts = prompts.to_vec();
@@ -104,8 +104,8 @@ fn left_on_disk(checkpoint: &Checkpoint) -> (Vec<Vec<u32>>, SimDisk) {
     (prompts, disk.restart())
 }
 
-/// Asks for the first conversation now, for a second one, and for the first one again once the namespace of
-/// the blocks on the disk is known.
+/// Runs the first conversation now, a second one, and the first one again once the namespace of the blocks on
+/// the disk is known.
 fn ask_until_known(checkpoint: &Checkpoint, namespace: u64) -> (Vec<u32>, u64, Vec<Vec<u32>>) {
     let (prompts, disk) = left_on_disk(checkpoint);
     let (tell, told) = tokio::sync::oneshot::channel();

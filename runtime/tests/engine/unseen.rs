@@ -34,12 +34,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// KV of an instance at most, since the host holds what was written of it: 12 KiB for a token.
+/// Maximum KV of an instance, since the host holds its written part: 12 KiB for a token.
 const KV_TOKENS_MAX: u64 = 120_000;
 /// Fleets of the ranking that are repaired.
 const REPAIRED: usize = 3;
 
-/// What is planned for, and what is served.
+/// The planned load, and the served load.
 struct Scene {
     model: &'static KnownModel,
     /// The parts on offer, at built-in prices.
@@ -48,9 +48,9 @@ struct Scene {
     attain: f64,
     /// Factor by which the trace's requests arrive faster.
     speedup: f64,
-    /// Requests that the plan counts with beyond those that it sees, as a share.
+    /// Share of requests that the plan adds to those in its trace.
     headroom: f64,
-    /// Seconds of the trace that the plan sees, and those that are served.
+    /// Seconds of the trace for the plan, and for serving.
     seen: Range<f64>,
     unseen: Range<f64>,
 }
@@ -278,7 +278,7 @@ fn instance(
     (Loaded::new(&config, spec).unwrap(), pool.cost.clone())
 }
 
-/// With `MIXFLEET_UNSEEN` (seconds) so much of the trace is planned for, and as much of it served.
+/// With `MIXFLEET_UNSEEN` (seconds) this much of the trace is planned for, and as much served.
 #[test]
 fn a_planned_fleet_of_simulated_devices_meets_its_objective_on_requests_that_the_plan_did_not_see() {
     let long = std::env::var("MIXFLEET_UNSEEN").map_or(30.0, |value| value.parse().expect("seconds"));

@@ -1,5 +1,5 @@
-//! Models whose layers have windows, in contexts well over them: what is out of a window is given back, and
-//! the tokens are those of the float64 forward pass.
+//! Models whose layers have windows, in contexts well over them: keys outside windows are freed, and the
+//! tokens are those of the float64 forward pass.
 
 use super::divided::unlike;
 use crate::fleet::{Case, TestFleet, ask, greedy, prompt};
@@ -74,7 +74,7 @@ fn the_end_of_a_prompt_and_of_an_answer_can_be_reused() {
         let handle = fleet.start(Arc::new(env.clone()));
         let turns = two_turns(&checkpoint);
         env.run(async move {
-            // again, what was computed before it was left by all windows; then with most of the answer
+            // again, after all windows have passed the earlier tokens; then with most of the answer
             for (at, cached) in [(0, 0), (0, 40), (1, 72)] {
                 let Case { prompt, expected } = turns[at].clone();
                 let (id, count) = (format!("{at}-{cached}"), expected.len() as u32);
@@ -86,8 +86,8 @@ fn the_end_of_a_prompt_and_of_an_answer_can_be_reused() {
     }
 }
 
-/// Bytes of a prompt of `tokens` tokens, of which the first `from` are there, to a receiver that keeps its
-/// windows in blocks of so many tokens.
+/// Bytes of a prompt of `tokens` tokens, the first `from` of which are there, to a receiver that keeps its
+/// windows in blocks of this many tokens.
 fn sent(checkpoint: &Checkpoint, (from, tokens): (u64, u64), block_tokens: u32) -> u64 {
     let pages = checkpoint.config.clone().in_window_pages().pages;
     let sent = pages.parts.tokens_sent(&(from..tokens), tokens, block_tokens);
@@ -181,7 +181,7 @@ fn a_receiver_that_has_a_prefix_is_sent_what_it_lacks_of_its_windows() {
                 assert_eq!(ask(&handle, id, prompt, count, None).await.tokens, expected, "{name}");
             }
         });
-        // nine blocks of the answer are there; what the first device pulls of them is sent of all layers
+        // nine blocks of the answer are there; the first device's pull covers all layers
         let pulled = fleet.pulled() * checkpoint.config.kv_bytes_per_token(DType::F32);
         let handed_off = sent(&checkpoint, (0, 45), 8) + sent(&checkpoint, (72, 82), 8);
         assert_eq!(fleet.sent_bytes(), handed_off + pulled, "{name}");

@@ -102,9 +102,9 @@ struct Member {
     block_tokens: u32,
     kv: DType,
     device: Arc<dyn Device>,
-    /// Those that divide the model with it.
+    /// The devices that share the model with it.
     others: Vec<Arc<dyn Device>>,
-    /// What each of them has of the model.
+    /// Each device's part of the model.
     partition: Partition,
 }
 
@@ -192,7 +192,7 @@ impl TestFleet {
         self.metrics.worker_panics.get()
     }
 
-    /// Adds host memory for so many blocks below each device, and a disk below the first.
+    /// Adds host memory for this many blocks below each device, and a disk below the first.
     pub(crate) fn lower(mut self, dram_blocks: u64, disk: Option<(SimDisk, u64)>) -> Self {
         self.lower = Some((dram_blocks, disk));
         self
@@ -258,7 +258,7 @@ impl TestFleet {
         self.add((role, 8, DType::F32), device, Vec::new(), partition)
     }
 
-    /// Adds an instance whose devices divide the model in stages of so many.
+    /// Adds an instance whose devices divide the model in stages of this many.
     pub(crate) fn with_stages(
         self,
         device: Arc<dyn Device>,

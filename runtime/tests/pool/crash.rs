@@ -10,8 +10,8 @@ const DRAM_BLOCKS: u64 = 2;
 const SSD_BLOCKS: u64 = 5;
 const KEYS: u64 = 12;
 
-/// How much of the write arrives in which the process dies: parts of a record (32 bytes), of a payload (32),
-/// of a trailer (56), all.
+/// How much of the write arrives before the process dies: parts of a record (32 bytes), of a payload (32), of
+/// a trailer (56), all.
 const ARRIVES: [u64; 9] = [0, 1, 20, 31, 32, 47, 80, 87, u64::MAX];
 
 /// Fills the disk several times over, hits it, and has the journal written anew.
@@ -69,7 +69,7 @@ fn a_process_that_dies_in_any_change_loses_no_more_than_the_block_at_hand() {
             let served = survivors(&pool, &known);
             let place =
                 format!("change {change}, {bytes} bytes: {before:?}, then {known:?}, served {served:?}");
-            assert_eq!(served, known, "what is known is whole: {place}");
+            assert_eq!(served, known, "known blocks are whole: {place}");
             assert_eq!(pool.stats().bad, 0, "{place}");
             assert!(before.difference(&served).count() <= 1, "{place}");
         }

@@ -1,4 +1,5 @@
-//! KV as frames for engines of others: what one process gives another one takes bit by bit, and nothing else.
+//! KV as frames for external engines: frames of one process are accepted by another bit by bit, and nothing
+//! else is.
 
 use super::support::make_region;
 use mixfleet_hal::DType;
@@ -16,7 +17,7 @@ const LAYERS: u32 = 2;
 const BLOCK_BYTES: usize = 2 * 4 * 2 * 2 * 3 * 4;
 const FRAME_BYTES: usize = BLOCK_BYTES + 48 + 4 * 4;
 
-/// A process with a secret of its own, and room for so many blocks.
+/// A process with its own secret, and room for this many blocks.
 fn exchange(secret: u64, model: &str, blocks: u64) -> KvExchange {
     let block_bytes = u64::from(LAYERS * KV.page_tokens) * KV.wire_token_bytes(KV.dtype);
     let config = PoolConfig {

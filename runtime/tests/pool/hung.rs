@@ -39,7 +39,7 @@ fn start_disk(pool: &Pool, disk: &SimDisk, env: &SeededEnv) {
     pool.start_disk(ssd_config(disk), Box::pin(ready(Some(5))), "disk", &shared).expect("a thread");
 }
 
-/// The result of `work`, run by a worker of an environment of its own.
+/// The result of `work`, run by a worker of a separate environment.
 fn at_work<T: Send + 'static>(
     seed: u64,
     work: impl FnOnce(SeededEnv) -> BoxFuture<'static, T> + Send + 'static,
@@ -86,7 +86,7 @@ fn a_read_that_nobody_waits_for_ends_once_the_disk_is_silent_for_its_timeout() {
             let lease = |key: u64| pool.begin_lease(&[BlockHash(key)], &tokens(key));
             let (next, _, waited_s) = polled(&env, &mut lease(2));
             assert!(next == NextBlock::Leased && waited_s <= 5.0 * OPERATION.as_secs_f64(), "{waited_s} s");
-            // whoever left does not take the disk out, and is not read for
+            // a reader that left does not take the disk out, and is not read for
             let before = disk.operations();
             for _ in 0..6 {
                 assert_eq!(lease(4).poll_next(Duration::ZERO), NextBlock::Awaited);

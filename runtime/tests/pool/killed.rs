@@ -18,7 +18,7 @@ const CHILD: &str = "MIXFLEET_POOL_CHILD";
 const SEED: &str = "MIXFLEET_POOL_SEED";
 
 fn pool(directory: &Path) -> Pool {
-    let disk = RealDisk::open(directory).expect("nobody else has the directory");
+    let disk = RealDisk::open(directory).expect("the directory is not in use");
     let ssd = SsdConfig {
         disk: std::sync::Arc::new(disk),
         bytes: 300 * (BLOCK_BYTES + 4096 + 128),

@@ -28,7 +28,7 @@ fn generated_chains() -> Vec<Vec<BlockHash>> {
     made.map(|request| request.chain).collect()
 }
 
-/// A pool with blocks of one token and 8 bytes, both of which are the key.
+/// A pool with blocks of one token and 8 bytes, both equal to the key.
 fn pool(dram_blocks: u64, ssd_blocks: u64) -> Pool {
     let tier = (ssd_blocks > 0).then(|| {
         let small = ssd(SimDisk::default(), 0);
@@ -39,7 +39,7 @@ fn pool(dram_blocks: u64, ssd_blocks: u64) -> Pool {
     Pool::new(config, &make_region).expect("a new pool")
 }
 
-/// Number of hits of `chain`, the rest of which a device then evicts, deepest blocks first.
+/// Number of hits of `chain`; a device then evicts the rest, deepest blocks first.
 fn play(pool: &Pool, chain: &[BlockHash]) -> usize {
     let tokens: Vec<u32> = chain.iter().map(|hash| hash.0 as u32).collect();
     let lease = pool.lease(chain, &tokens);

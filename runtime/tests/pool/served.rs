@@ -140,7 +140,7 @@ fn a_block_that_rots_in_host_memory_alone_is_gone_and_its_room_is_used_again() {
 type Read<'a> = dyn FnMut() -> io::Result<usize> + 'a;
 type Around = dyn Fn(&mut Read) -> io::Result<usize> + Send + Sync;
 
-/// A disk whose reads of blocks are made by a function, which may do other things before and after.
+/// A disk that reads blocks by a function, which may do other things before and after.
 struct AroundReads(SimDisk, Box<Around>);
 
 impl Disk for AroundReads {
@@ -240,7 +240,7 @@ fn many_threads_get_right_blocks_and_true_events() {
                     chain[lease.len()..].iter().for_each(|&key| _ = put(pool, key));
                     super::support::check(&lease, &chain);
                     drop(lease);
-                    let mut follower = follower.lock().expect("nobody panics with it");
+                    let mut follower = follower.lock().expect("no holder panics");
                     follower.follow(&pool.take_events());
                 }
             });
@@ -265,5 +265,5 @@ fn refused_memory_is_an_error() {
     };
     let big = PoolConfig { block_bytes: 100 << 20, dram_bytes: 500 << 20, ..config(1, None) };
     drop(Pool::new(big, &count).expect("it is only mapped"));
-    assert_eq!(*counted.lock().expect("nobody panics"), [200 << 20, 200 << 20, 100 << 20]);
+    assert_eq!(*counted.lock().expect("no holder panics"), [200 << 20, 200 << 20, 100 << 20]);
 }

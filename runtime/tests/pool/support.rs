@@ -24,7 +24,7 @@ pub(crate) fn make_region(bytes: u64) -> Result<Arc<dyn SharedMemory>> {
     Ok(Arc::new(HostRegion::new(bytes as usize)?))
 }
 
-/// A pool's disk with room for so many small blocks.
+/// A pool's disk with room for this many small blocks.
 pub(crate) fn ssd(disk: impl Disk + 'static, blocks: u64) -> SsdConfig {
     SsdConfig {
         disk: Arc::new(disk),
@@ -76,7 +76,7 @@ pub(crate) fn get(pool: &Pool, hash: BlockHash, tokens: &[u32]) -> Option<Lease>
     Some(pool.lease(&[hash], tokens)).filter(|lease| lease.len() == 1)
 }
 
-/// The bytes of a pinned block; none if they are not what was stored.
+/// The bytes of a pinned block; none if they differ from the stored ones.
 pub(crate) fn load(lease: &Lease, block: usize) -> Option<Vec<u8>> {
     let mut bytes = Vec::new();
     lease.view(block, &mut |payload| bytes.extend_from_slice(payload)).expect("it is pinned").then_some(bytes)

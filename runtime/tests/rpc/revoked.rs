@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A member with certificate files of its own, the only ones that use `revoked.pem`.
+/// A member with separate certificate files, the only ones that use `revoked.pem`.
 struct OfFiles<'a> {
     authority: &'a FleetAuthority,
     directory: std::path::PathBuf,

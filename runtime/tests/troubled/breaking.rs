@@ -62,7 +62,8 @@ impl World {
         Some((kind, role))
     }
 
-    /// Of the worker that comes for a killed one: any, unless the others could serve nobody without its own.
+    /// The worker that replaces a killed one: any kind, unless the others could serve no request without its
+    /// kind.
     fn next_role(&self, kind: usize, killed: Role) -> Role {
         if killed.keeps() {
             return killed;
@@ -144,7 +145,7 @@ impl World {
         }
     }
 
-    /// Nothing breaks any more, and what was broken from outside works again.
+    /// Faults end, and everything broken from outside works again.
     pub(super) fn end_troubles(&self) {
         let clients = {
             let mut state = self.state();

@@ -39,7 +39,7 @@ pub(crate) const FAULTS: [&str; 33] = [
     "workers killed",
 ];
 
-/// What must have happened too where as many seeds ran as in CI.
+/// Events that must have happened if as many seeds ran as in CI.
 pub(crate) const EFFECTS: [&str; 6] = [
     "right",
     "right in parts of the layers",
@@ -59,7 +59,7 @@ pub(crate) const MEMBER_FAULTS: [&str; 6] = [
     "members lost that are not the first",
 ];
 
-/// What must have happened too where they are struck.
+/// Effects that must have happened where their faults struck.
 pub(crate) const GROUP_EFFECTS: [&str; 11] = [
     "right",
     "right in parts of the layers",
@@ -97,7 +97,7 @@ impl Census {
 #[derive(Default)]
 pub(crate) struct Totals {
     histories: u64,
-    /// How often, and in how many of them.
+    /// Number of events, and of histories with them.
     counts: BTreeMap<&'static str, (u64, u64)>,
 }
 
@@ -111,7 +111,7 @@ impl Totals {
         }
     }
 
-    /// Faults that struck in fewer than one of so many histories, and effects that never happened.
+    /// Faults that struck in fewer than one in this many histories, and effects that never happened.
     pub(crate) fn rare(
         &self,
         faults: &[&'static str],
@@ -129,7 +129,7 @@ impl std::fmt::Display for Totals {
         writeln!(f, "{} histories", self.histories)?;
         for (what, (times, histories)) in &self.counts {
             let share = *histories as f64 * 100.0 / self.histories as f64;
-            writeln!(f, "{times:>12}  {what}, in {share:.1} % of them")?;
+            writeln!(f, "{times:>12}  {what}, in {share:.1} % of histories")?;
         }
         Ok(())
     }

@@ -99,7 +99,8 @@ impl World {
         state.workers.values().find(|worker| worker.device == device).and_then(|worker| worker.division)
     }
 
-    /// Asks any router, and another one if that is gone, until there is an answer. False for an error.
+    /// Sends a request to any router, and to another one if that is gone, until there is an answer. False for
+    /// an error.
     #[expect(clippy::too_many_lines, reason = "one arm for each end of a request")]
     async fn ask(&self, asked: Asked<'_>) -> bool {
         let Asked { id, kind, prompt, tokens_max, logprobs, expected, counts_as } = asked;

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Time of a read or a write, of a slow one, and of those that hang: some for longer than any history.
+/// Time of a read or a write: usual, slow, and hanging, some for longer than any history.
 const OPERATION: Duration = Duration::from_micros(200);
 const SLOW: Fault = Fault::Slow { times: 100 };
 const HANG_SHORT: Duration = Duration::from_secs(1);

@@ -28,7 +28,7 @@ impl<T: Transport> Fences<T> {
         Fences { inner, open: Mutex::default(), closed: Mutex::default() }
     }
 
-    /// Number of fences, and of those after which something landed.
+    /// Number of fences, and of fences after which something landed.
     pub(crate) fn count(&self) -> (usize, usize) {
         let closed = self.closed.lock().unwrap();
         (closed.len(), closed.iter().filter(|(then, memory)| content(&**memory) != *then).count())

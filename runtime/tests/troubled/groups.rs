@@ -23,12 +23,12 @@ const DEATHS: u64 = 60;
 pub(super) enum GroupDivision {
     Tensors,
     Stages,
-    /// So many devices attend for the first one.
+    /// This many attention devices for the first one.
     Attention(AttnSplit, usize),
 }
 
 impl GroupDivision {
-    /// One of those that there are, by a random number.
+    /// One of the existing ones, by a random number.
     fn any(random: u64) -> GroupDivision {
         let split = [AttnSplit::Head, AttnSplit::Request, AttnSplit::Range][(random / 4 % 3) as usize];
         match random % 4 {
@@ -83,7 +83,7 @@ impl World {
         }
     }
 
-    /// A group, with so many KV blocks on each of its devices as the workload has for two of them.
+    /// A group, with as many KV blocks on each of its devices as the workload has for two devices.
     pub(super) fn group(
         &self,
         name: &str,
@@ -148,8 +148,8 @@ impl World {
 
     /// Whether all instances serve again, once nothing breaks any more, with right answers alone.
     ///
-    /// A group that nobody asks does not know that it has lost a member, and nobody asks one that is
-    /// predicted to be slow while others are up, so it may take some rounds.
+    /// A group without requests does not know that it has lost a member, and one that is predicted to be slow
+    /// gets none while others are up, so it may take some rounds.
     pub(super) async fn assert_that_all_serve_again(&self) {
         const ROUNDS: usize = 16;
         // no instance waits for longer before it tries to reach its devices

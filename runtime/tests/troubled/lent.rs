@@ -1,9 +1,9 @@
-//! Devices that processes of their own lend to an instance: they fail, hang, are lost with what they hold,
-//! and come back.
+//! Devices lent to an instance by separate processes: they fail, hang, are lost with their content, and come
+//! back.
 //!
-//! A lent device is to the engine what one of another process is (`backends/remote`): once its connection
-//! has ended every call fails until `Device::queue` makes a new one, weights are then as they were, and what
-//! other buffers hold is anything.
+//! The engine sees a lent device like one of another process (`backends/remote`): once its connection has
+//! ended every call fails until `Device::queue` makes a new one; weights are then restored, and the content
+//! of other buffers is arbitrary.
 
 use super::World;
 use mixfleet_hal::random::Stream;
@@ -32,11 +32,11 @@ struct LenderState {
     /// The number of the connection, and whether it has ended.
     connection: u64,
     ended: bool,
-    /// The time until which nobody answers there.
+    /// The time until which it does not answer.
     away_until: Seconds,
-    /// Batches that were submitted and that nobody has waited for yet.
+    /// Submitted batches that have not been waited for yet.
     running: usize,
-    /// What is allocated on it, beside weights.
+    /// Allocations on it, beside weights.
     buffers: Vec<Weak<dyn Buffer>>,
 }
 
@@ -110,7 +110,7 @@ impl Lender {
                 return Ok(state.connection);
             }
             if state.away_until > self.world.env.now() {
-                return Err(Error::new(ErrorKind::DeviceLost, "nobody answers there"));
+                return Err(Error::new(ErrorKind::DeviceLost, "no process answers there"));
             }
             (state.ended, state.running) = (false, 0);
             state.connection += 1;
@@ -243,7 +243,7 @@ impl Queue for LentQueue {
                 Err(Error::new(ErrorKind::Timeout, "a batch hangs as planned"))
             }
         };
-        // whoever was lost meanwhile tells nothing any more
+        // a lost process reports nothing any more
         self.lender.check(self.connection)?;
         if waited.is_ok() {
             self.ended(ticket);

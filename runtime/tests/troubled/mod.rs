@@ -342,7 +342,7 @@ impl World {
         end
     }
 
-    /// Starts so many clients whose requests are called so.
+    /// Starts this many clients whose requests have this prefix.
     fn send_talks(&self, name: &str, count: usize) -> Vec<Receiver<()>> {
         let client = |at: usize| {
             let kind = at % self.kinds.len();
@@ -363,7 +363,7 @@ impl World {
         ends
     }
 
-    /// Checks what must hold at the end of any history.
+    /// Checks the conditions at the end of any history.
     async fn assert_all_is_well(&self) {
         let env = &self.env;
         let end = env.now().0;

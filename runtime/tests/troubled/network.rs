@@ -50,7 +50,7 @@ pub(super) struct Wire {
     pub(super) far: String,
     /// Maximum delay of a message.
     pub(super) delay: Duration,
-    /// Cuts, each of which ends it.
+    /// Signals, each of which ends it.
     pub(super) cuts: Vec<Cut>,
 }
 

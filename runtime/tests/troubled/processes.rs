@@ -343,7 +343,7 @@ impl World {
         };
         // A caller that is gone calls no one.
         let Some((caller, called)) = ends else { return std::future::pending().await };
-        let ((caller, from, cut), (hub, to, its_cut)) = (caller, called.ok_or("nobody is there")?);
+        let ((caller, from, cut), (hub, to, its_cut)) = (caller, called.ok_or("no process is there")?);
         let hello = self.says(caller.hello(), from, to, member.first_instance());
         let session = hub.accept_router(&hello, caller.id());
         drop(hub);
@@ -366,7 +366,7 @@ impl World {
             end(from).zip(Some(end(number)))
         };
         let Some((caller, called)) = ends else { return std::future::pending().await };
-        let ((caller, from, cut), (called, to, its_cut)) = (caller, called.ok_or("nobody is there")?);
+        let ((caller, from, cut), (called, to, its_cut)) = (caller, called.ok_or("no process is there")?);
         let cost = LinkCost { latency: Seconds(1e-3), seconds_per_byte: 1e-9, usd_per_byte: 0.0 };
         let hello = self.says(caller.hello(), from, to, member.first_instance());
         let session = called.accept_peer(&hello, caller.instances().to_vec(), cost);

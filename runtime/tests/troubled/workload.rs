@@ -47,7 +47,7 @@ pub(crate) struct Workload {
     pub(super) device_fail: f64,
     #[serde(default)]
     pub(super) device_hang: f64,
-    /// The share of instances that are several devices, of those that both prefill and decode; all instances
+    /// The share of instances with several devices, among those that both prefill and decode; all instances
     /// if 1. Parts then compute.
     #[serde(default)]
     pub(super) groups: f64,
@@ -178,7 +178,7 @@ impl Workload {
     /// Time after which all components have noticed that there are no more faults.
     pub(super) fn rest_s(&self) -> u64 {
         let slow_to_know = self.registry_trouble_every_s > 0.0 || self.partition_every_s > 0.0;
-        // a step that hangs takes a minute, whoever asked for it
+        // a hanging step takes a minute, for every caller
         let hangs = if self.member_hang > 0.0 { 100 } else { 0 };
         hangs + if slow_to_know { 60 } else { 20 }
     }

@@ -504,7 +504,7 @@ pub enum RejectReason {
         capacity_tokens: u64,
     },
     /// The limit of requests in the fleet is reached.
-    #[error("{requests} requests are in work, the bound is {requests_max}")]
+    #[error("{requests} requests are in progress, the limit is {requests_max}")]
     QueueFull {
         /// Number of requests in the fleet now.
         requests: usize,
@@ -513,7 +513,7 @@ pub enum RejectReason {
     },
     /// The last places are kept for parties that hold less than their share.
     #[error(
-        "{requests} of {requests_max} requests in work are this client's; the places that are left are for others"
+        "{requests} of {requests_max} requests in progress are from this client; the remaining slots are for others"
     )]
     Share {
         /// Number of requests of this party.
@@ -549,7 +549,7 @@ pub enum RejectReason {
     #[error("no pair of instances can serve it now")]
     NoInstance,
     /// A request with this id is in the fleet already, and continues.
-    #[error("request {request} is in work already")]
+    #[error("request {request} is already in progress")]
     Duplicate {
         /// The id.
         request: RequestId,

@@ -62,7 +62,7 @@ union Ancillary {
 pub(super) fn user_of(socket: &UnixStream) -> io::Result<u32> {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = to_u32(size_of::<libc::ucred>());
-    // SAFETY: an open socket, and a place of the length that is said.
+    // SAFETY: an open socket, and a place of the given length.
     let status = unsafe {
         let place = (&raw mut peer).cast();
         libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, place, &raw mut length)

@@ -177,7 +177,7 @@ impl SharedPipe {
     /// Takes the bytes that woke this end, and returns whether the peer sends no more.
     fn is_ended(&self) -> io::Result<bool> {
         let mut bytes = [0u8; 64];
-        // SAFETY: an open socket and a place of the length that is said.
+        // SAFETY: an open socket and a place of the given length.
         let came = unsafe {
             libc::recv(self.socket.as_raw_fd(), bytes.as_mut_ptr().cast(), bytes.len(), libc::MSG_DONTWAIT)
         };

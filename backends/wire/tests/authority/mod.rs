@@ -39,7 +39,7 @@ impl Authority {
         (params.signed_by(&key, &self.0).unwrap().pem(), key.serialize_pem())
     }
 
-    /// The list of certificates that are not believed any more.
+    /// The list of revoked certificates.
     pub(crate) fn revokes(&self, serials: &[u64]) -> String {
         let day = |day| rcgen::date_time_ymd(2020, 1, day);
         let revoked = serials.iter().map(|&serial| RevokedCertParams {

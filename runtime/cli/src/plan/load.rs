@@ -229,7 +229,7 @@ impl PlanLoad {
         PlanLoad { requests, block_tokens, classes, hours, slots, workload, rate, mean_tokens, text }
     }
 
-    /// What to know about the requests before a plan for them is believed.
+    /// Warnings about the requests of a plan.
     pub(super) fn warning(&self, args: &PlanArgs) -> Option<String> {
         let (first, last) = (self.requests.first()?, self.requests.last()?);
         let (span_s, one_s) = (last.at.0 - first.at.0, args.ttft + self.mean_tokens[1] * args.tbt);

@@ -14,8 +14,8 @@ fn check_message<T: Serialize + DeserializeOwned>(bytes: &[u8]) -> bool {
         Ok(message) => message,
         Err(error) => return refused(&error),
     };
-    let written = rmp_serde::to_vec_named(&message).expect("what was read can be written");
-    let again: T = rmp_serde::from_slice(&written).expect("what was written can be read");
+    let written = rmp_serde::to_vec_named(&message).expect("a parsed message can be written");
+    let again: T = rmp_serde::from_slice(&written).expect("a written message can be read");
     assert_eq!(rmp_serde::to_vec_named(&again).expect("as before"), written);
     true
 }
@@ -35,8 +35,8 @@ pub(super) fn rpc_message(bytes: &[u8]) -> bool {
 pub(super) fn registry_record(bytes: &[u8]) -> bool {
     fn check<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(bytes: &[u8]) -> Option<T> {
         let record: T = serde_json::from_slice(bytes).map_err(|error| refused(&error)).ok()?;
-        let text = serde_json::to_vec(&record).expect("what was read can be written");
-        let again: T = serde_json::from_slice(&text).expect("what was written can be read");
+        let text = serde_json::to_vec(&record).expect("a parsed record can be written");
+        let again: T = serde_json::from_slice(&text).expect("a written record can be read");
         assert_eq!(serde_json::to_vec(&again).expect("as before"), text);
         Some(record)
     }

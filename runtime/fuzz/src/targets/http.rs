@@ -162,7 +162,7 @@ pub(super) fn exchange_with(bytes: &[u8], ends: bool, kv: Option<Arc<KvExchange>
     let (bytes, world) = (bytes.to_vec(), env.clone());
     let answer = env.run(async move {
         let (_shutdown, watching) = watch::channel(Shutdown::No);
-        let listener = world.listen(ADDRESS).await.expect("nobody else is there");
+        let listener = world.listen(ADDRESS).await.expect("the address is free");
         world.spawn(Box::pin(serve(listener, api, Origins::default(), watching)));
         let say = async |bytes: &[u8], ends: bool| {
             let mut connection = world.connect(ADDRESS).expect("it listens");
@@ -253,7 +253,7 @@ pub(super) fn api_keys(bytes: &[u8]) -> bool {
     let text = String::from_utf8_lossy(bytes);
     match Access::tenants(&text) {
         Ok(access) => {
-            let again = access.replace(&text).expect("what was taken once is taken again");
+            let again = access.replace(&text).expect("an accepted list is accepted again");
             assert!(again > 0);
             access.replace("").expect_err("no tenants");
             assert_eq!(access.replace(&text), Ok(again));
@@ -276,7 +276,8 @@ pub(super) fn api_keys(bytes: &[u8]) -> bool {
     }
 }
 
-/// The value of a `traceparent` header. What is read is written as it was, but for a later version's more.
+/// The value of a `traceparent` header. A parsed value is written unchanged, except for fields of later
+/// versions.
 pub(super) fn trace_parent(bytes: &[u8]) -> bool {
     let Ok(text) = std::str::from_utf8(bytes) else { return false };
     let Some(parent) = TraceParent::read(text) else { return false };

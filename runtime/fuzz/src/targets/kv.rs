@@ -1,4 +1,4 @@
-//! Parser of the KV that engines of others write.
+//! Parser of the KV that external engines write.
 
 use super::http::{MODEL, check_answer, exchange_with, split};
 use mixfleet_hal::DType;
@@ -41,7 +41,7 @@ fn kv_exchange() -> Arc<KvExchange> {
     Arc::new(exchange)
 }
 
-/// Checks that what was taken is given again, bit by bit.
+/// Checks that accepted blocks are returned bit by bit.
 pub(super) fn write(bytes: &[u8]) -> bool {
     let kv = kv_exchange();
     let head = format!(

@@ -133,8 +133,8 @@ pub(super) fn trace(bytes: &[u8]) -> bool {
     }
     let stats = tally.finish("any", trace.repairs());
     assert!(stats.duration_s.is_finite() && stats.requests_per_s.is_none_or(f64::is_finite), "{stats:?}");
-    let again = open(written).expect("what was written can be opened");
-    let again = again.map(|request| request.expect("what was written can be read"));
+    let again = open(written).expect("a written file can be opened");
+    let again = again.map(|request| request.expect("a written request can be read"));
     assert!(again.map(|request| (request.prompt_tokens, request.output_tokens)).eq(lengths));
     let requests = open(bytes.to_vec()).expect("it could be opened").take(50);
     match play(&FLEET, requests.jitter(Seconds(1e3), 1).speedup(2.0)) {

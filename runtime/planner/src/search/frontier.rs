@@ -86,8 +86,8 @@ impl PlanSearch<'_> {
         Ok(())
     }
 
-    /// The rent from which on a fleet is not worth a run. That attention elsewhere than at the weights costs
-    /// more is said with what it costs.
+    /// The rent from which on a fleet is not worth a run. Attention offload at a higher rent is reported with
+    /// its price.
     fn most_usd(&self, fleet: &FormedFleet, outcome: &PlanFound) -> f64 {
         let first = |is: fn(&[PlannedPool]) -> bool| {
             is(&fleet.pools) && !outcome.fleets.iter().any(|known| is(&known.pools))

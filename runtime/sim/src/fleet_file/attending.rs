@@ -13,7 +13,7 @@ use serde::Serialize;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Devices of an instance that keep its KV and attend, beside those with the weights.
+/// Devices of an instance that keep its KV and run attention, beside those with the weights.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct AttentionDevices {
     /// The catalog's id of the device, if known.

@@ -217,14 +217,14 @@ fn start(scene: &Scene, checkpoint: &Checkpoint, env: &SeededEnv, metrics: &Metr
     Served { handles, logs, hub: Some(hub) }
 }
 
-/// What was counted while a scene was served.
+/// Counts of a served scene.
 pub(super) struct SceneCounts {
     pub(super) preemptions: u64,
     /// Prompt tokens whose KV was reused.
     pub(super) cached_tokens: u64,
 }
 
-/// The steps of the scene's fleet machines, and what was counted.
+/// The steps of the scene's fleet machines, and the counts.
 pub(super) fn served(scene: &Scene) -> (FleetConfig, Vec<Step>, SceneCounts) {
     let checkpoint = tiny_variants().remove(1).1.load().unwrap();
     let env = SeededEnv::with_blocking_workers(scene.seed);

@@ -73,7 +73,7 @@ pub(super) struct Question<'a> {
     pub(super) longest_tokens: u32,
     /// Instances that hold as many, in order; empty if no instance holds any.
     pub(super) longest_holders: Vec<usize>,
-    /// Whether other parties have requests in work.
+    /// Whether other parties have requests in progress.
     pub(super) contended: bool,
     /// Time to load cached tokens from lower tiers, by position; empty if nothing must be loaded.
     pub(super) loading: Vec<Seconds>,

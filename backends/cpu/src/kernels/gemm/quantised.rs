@@ -350,7 +350,7 @@ fn integer_of(value: f32) -> i16 {
 /// infinite or NaN.
 #[inline(always)]
 fn power_of_two(values: &[f32], width: i32) -> f32 {
-    /// Below it everything is taken for multiples of 2^-114, or of a bit less.
+    /// Below it everything is treated as a multiple of 2^-114, or of slightly less.
     const LEAST_EXPONENT: i32 = 27;
     let largest = values.iter().map(|value| value.abs().to_bits()).max().unwrap_or(0); // NaN is above all
     match (largest >> 23).cast_signed() {
