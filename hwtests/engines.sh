@@ -8,7 +8,8 @@
 #                                     its caches hold is known, also after a cut, and requests are placed by it; then one computes
 #                                     prompts and the other one answers (NIXL), and either is stopped or killed; then mixfleet
 #                                     computes prompts for vLLM and vLLM for mixfleet
-#   hwtests/engines.sh kvcanary       the same two vLLM servers, of which one pulls damaged KV: canaries find it, and raise no alarm
+# hwtests/engines.sh kvcanary       the same two vLLM servers; one pulls damaged KV: canaries find it, and
+# raise no false alarm
 #                                     without (KVCANARY_CLEAN canaries, default 300; KVCANARY_DTYPE, default float32)
 #   hwtests/engines.sh soak [--minutes N, default 30] [--clients N]    four engines that are none, each killed once a minute under
 #                                     load: every answer is compared with what it must be, and none may hang

@@ -78,7 +78,7 @@ plant "a transport writes under epochs that have ended" backends/wire/src/memory
     's/grant.filter(|(epoch, _)| \*epoch == self.epoch)/grant.or(Some((0, RemoteAccess::ReadWrite)))/'
 plant "the pool serves a block from disk without comparing its checksum" runtime/src/pool/check.rs \
     's/if digest != actual.to_le_bytes() {/if digest.is_empty() {/'
-plant "nobody tells senders that a receiver is gone" runtime/src/engine/receiver.rs \
+plant "senders are not notified of a lost receiver" runtime/src/engine/receiver.rs \
     's/KvMessage::Down => self.peer_down(peer)?,/KvMessage::Down => {}/'
 plant "KV of host memory is used without comparing its digest" runtime/src/pool/lease.rs \
     's/intact = XxHash3_64::oneshot(payload) == digest;/let _ = digest; intact = true;/'
@@ -148,7 +148,7 @@ plant "KV of a prompt is still sent to a receiver that was lost" runtime/src/eng
 plant "members add in another order" runtime/src/model/peers.rs \
     's/let parts = self.parts(member).iter().map/let parts = self.parts(member).iter().rev().map/' \
     peers members_that mixfleet-cuda
-plant "who adds does not wait for those who push" runtime/src/model/peers.rs \
+plant "the adding member does not wait for the pushing ones" runtime/src/model/peers.rs \
     's/others.try_for_each(|(_, end)| queue.follow(&\*\*end))?;/let _ = (others.next(), \&queue);/' \
     peers members_that mixfleet-cuda
 plant "members push before they have computed" runtime/src/model/peers.rs \

@@ -214,7 +214,7 @@ echo a 1.5 b
 ```text
 a 27 c
 ```
-<!-- run: skip, nobody can run it -->
+<!-- run: skip, it cannot be run -->
 ```sh
 false
 ```
@@ -249,7 +249,7 @@ def self_test():
     finally:
         stopped = list(page.stop())
     faults = [wrong if wrong is None or isinstance(wrong, str) else wrong[0].split(" '")[0] for wrong in found]
-    expected = ["ended with status 1", "no line like", "nobody can run it", "did not print", None, None]
+    expected = ["ended with status 1", "no line like", "it cannot be run", "did not print", None, None]
     if faults != expected or stopped:
         print(f"FAILED: readme: the self-test found {faults} {stopped}, and must find {expected}", file=sys.stderr)
         return 1

@@ -5,7 +5,7 @@
 
 The templates are those of models/templates in the sources that llama-cpp-python carries, which are downloaded from
 PyPI into target/templates if they are not there. For each of them a checkpoint of a few kilobytes is served, whose
-tokenizer has a token for each byte, and /tokenize is asked for the prompts of conversations with a system message,
+tokenizer has a token for each byte, and /tokenize returns the prompts of conversations with a system message,
 tools, calls, results and reasoning. --tenth takes every tenth template and the project's own (in CI); nightly takes
 all. The exit status is 1 if one of them differs where the reference renders it.
 
@@ -225,7 +225,7 @@ def reference(source, messages, tools, variables):
 
 
 def compare(name, source, folder):
-    """What became of each conversation: equal, differs, or the reference fails."""
+    """The outcome of each conversation: equal, differs, or the reference fails."""
     with open(os.path.join(folder, "chat_template.jinja"), "w", newline="") as file:
         file.write(source)
     server, counts = Server(folder), {"equal": 0, "differs": 0, "reference fails": 0}

@@ -1,5 +1,5 @@
 //! Chooses the measured points from which the catalog predicts, out of the published tables of kernel times
-//! (`../shared/data/measured`), and writes them into `hal/src/catalog/laws`: `cargo run --release -p
+//! (`../shared/data/measured`), and writes them into `hal/src/catalog/laws`. Run `cargo run --release -p
 //! mixfleet-hal --example laws [-- [--check] [PART...]]`. `--check` compares them bit for bit with the
 //! existing files and writes nothing. With parts, only these are processed.
 

@@ -61,7 +61,7 @@ pub trait Collective: Send {
     /// is then undefined.
     fn join(&mut self, from: &[MatrixPart<'_>], rows: u32, to: &MemberSlice<'_>) -> Result<()>;
 
-    /// Puts together what members attended to of `rows` rows of `heads` heads of `dtype`: a row that has
+    /// Puts together what members attended to of `rows` rows of `heads` heads of `dtype`. A row that has
     /// maxima and sums is the mean of its parts, weighted by these, as
     /// [`OpSig::AttnMerge`](crate::OpSig::AttnMerge) does, and summed in f32 in the order of members. `sinks`
     /// has the sink of each head, which join such rows here, or nothing.

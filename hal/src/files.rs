@@ -18,8 +18,8 @@ pub const TEXT_BYTES_MAX: u64 = 64 << 20;
 ))]
 const NONBLOCK: i32 = 0o4000;
 
-/// Opens a regular file for reading, through links but without waiting for anybody. What a shell passes as
-/// `/dev/stdin` or `/dev/fd/N` may be a pipe, since its writer is there already.
+/// Opens a regular file for reading, through links but without waiting for a writer. A path such as
+/// `/dev/stdin` or `/dev/fd/N` from a shell may be a pipe, since its writer exists already.
 ///
 /// # Errors
 /// Those of the file system, and `InvalidInput` for a directory, pipe, socket or device.

@@ -80,7 +80,7 @@ pub trait HostMemory: Send + Sync + std::fmt::Debug {
     fn as_bytes(&self) -> &[u8];
 
     /// Checks that the bytes have not changed since they were mapped, since others may truncate or overwrite
-    /// a mapped file. Callers compute first and check before anybody uses the result.
+    /// a mapped file. Callers compute first and check before the result is used.
     ///
     /// # Errors
     /// `DeviceLost` if the bytes changed, in which case their content is meaningless.

@@ -191,8 +191,9 @@ impl GroupedRows {
 
 impl OpSig {
     /// An older operation of about the same arithmetic and traffic, whose time is used if this operation was
-    /// not measured: for `GroupedGemm` a plain product with as many rows as an expert has and the columns of
-    /// all experts that have some, for `Route` a draw, for `Combine` and `CopyColumns` the selection of rows.
+    /// not measured. It is for `GroupedGemm` a plain product with as many rows as an expert has and the
+    /// columns of all experts that have some, for `Route` a draw, for `Combine` and `CopyColumns` the
+    /// selection of rows.
     pub fn equivalent(&self) -> Option<OpSig> {
         Some(match *self {
             OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } => {

@@ -4,7 +4,8 @@ use std::borrow::Cow;
 use std::fmt::Write;
 
 /// The text with characters escaped that would control a terminal, end a line or change the order in which a
-/// line is read: control characters (C0, DEL, C1), line and paragraph separators, and marks of direction.
+/// line is read. These are control characters (C0, DEL, C1), line and paragraph separators, and marks of
+/// direction.
 pub fn printable(text: &str) -> Cow<'_, str> {
     escaped(text, &is_control)
 }

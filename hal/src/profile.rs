@@ -299,8 +299,8 @@ impl DeviceProfile {
         self.points.iter().find(|point| point.sig.name() == op).map_or(DType::F32, |point| of(&point.sig))
     }
 
-    /// Predicts the time of `sig`, excluding launch cost: the measured point if there is one, or else a
-    /// fitted law of a few terms, corrected by how far its nearest measured points deviate from it (see
+    /// Predicts the time of `sig`, excluding launch cost. Returns the measured point if there is one, or else
+    /// a fitted law of a few terms, corrected by how far its nearest measured points deviate from it (see
     /// `predict`). A constant-efficiency roofline misses real GEMMs by 13-40 %; this misses them by 5-10 %.
     /// Use a [`Predictor`] for many queries.
     pub fn time(&self, sig: &OpSig) -> Seconds {

@@ -266,10 +266,10 @@ impl Quantised {
         }
     }
 
-    /// The arrays of `matrices` matrices of this size, in the order in which operations take them: `codes
-    /// [matrices, rows, words]`; `high`, likewise, with codes of 5 and 6 bits; `scales [matrices, groups of
-    /// rows, groups of columns]`, integers four to a word; `zeros`, likewise, with zero points or minima;
-    /// `supers [matrices, rows, columns / 256, 1 or 2]` f16 with integer scales; `outer [matrices]`.
+    /// The arrays of `matrices` matrices of this size, in the order in which operations take them. They are
+    /// `codes [matrices, rows, words]`; `high`, likewise, with codes of 5 and 6 bits; `scales [matrices,
+    /// groups of rows, groups of columns]`, integers four to a word; `zeros`, likewise, with zero points or
+    /// minima; `supers [matrices, rows, columns / 256, 1 or 2]` f16 with integer scales; `outer [matrices]`.
     pub fn parts(&self, matrices: u32, rows: u32, columns: u32) -> Vec<QuantisedPart> {
         let (matrices, all) = (u64::from(matrices), u64::from(matrices) * u64::from(rows));
         let part = |name, dtype, rows, columns| QuantisedPart { name, dtype, rows, columns };

@@ -12,9 +12,9 @@ use mixfleet_hal::profile::{DeviceProfile, EvidenceBasis, Predictor};
 const LAW_MAX: f64 = 0.08;
 /// For an L40S's products, whose measurements of equal work disagree by 11 %.
 const L40S_GEMM_MAX: f64 = 0.12;
-/// Tables that 40 points predict less well, and their tolerances: decode attention of kernels with and
-/// without groups, over 12 pairs of head counts, each with steps of its own; and fp8 products, which dispatch
-/// among more kernels than bf16 ones.
+/// Tables that 40 points predict less well, and their tolerances. They are decode attention of kernels with
+/// and without groups, over 12 pairs of head counts, each with steps of its own; and fp8 products, which
+/// dispatch among more kernels than bf16 ones.
 const BEYOND: [(&str, LawKind, DType, f64); 3] = [
     ("A100-SXM-80GB", LawKind::AttnDecode, DType::Bf16, 0.09),
     ("RTX-PRO-6000-SE", LawKind::AttnDecode, DType::Bf16, 0.081),

@@ -75,7 +75,7 @@ def main():
     reader, writer = os.pipe()
     attack(checks, "the reader leaves", writer, lambda: (os.close(reader), os.close(writer)))
     reader, writer = os.pipe()
-    attack(checks, "nobody reads", writer)
+    attack(checks, "unread", writer)
     os.close(reader)
     os.close(writer)
     if os.path.exists("/dev/full"):

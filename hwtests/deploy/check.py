@@ -15,7 +15,7 @@ COMPOSE = "check_jsonschema/builtin_schemas/vendor/compose-spec.json"
 
 
 def kubernetes_fault(document):
-    """What is wrong with a resource; none if nothing is."""
+    """The faults of a resource."""
     try:
         kubernetes_validate.validate(document, VERSION, strict=True)
     except kubernetes_validate.SchemaNotFoundError:

@@ -27,7 +27,7 @@ WAYS = (("mixfleet computes the prompt and vLLM answers", "by_mixfleet", "by_vll
 
 
 class Bent:
-    """Passes bytes on between whoever connects and a port, and flips one bit of KV where it is told to: of the exponent of a
+    """Relays bytes between a client and a port, and flips one bit of KV on request: of the exponent of a
     number in the second frame that goes that way."""
 
     def __init__(self):

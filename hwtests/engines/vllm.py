@@ -129,7 +129,7 @@ class Engine:
 
 
 class Relay:
-    """Passes bytes on between whoever connects and a port, until it is cut."""
+    """Relays bytes between a client and a port, until it is cut."""
 
     def __init__(self, port, record=None, before=lambda data: None):
         self.port, self.record, self.is_cut, self.open, self.refused = port, record, False, [], 0
@@ -356,7 +356,7 @@ def main(program, model, folder, *steps):
         sys.exit(f"unknown steps: {' '.join(steps)}; known: events pd")
     if "events" in steps:
         alive([Engine(model, f"{folder}/vllm-0.log"),
-               # this one connects to whoever listens
+               # this one connects to the listener
                Engine(model, f"{folder}/vllm-1.log", f"tcp://127.0.0.1:{free_port()}")], program, run)
     if "pd" in steps:
         alive([Engine(model, f"{folder}/vllm-{at}.log", hands_off=True) for at in (2, 3)], program, run_divided)
@@ -466,7 +466,7 @@ def run_divided(program, engines, gateways):
     armed = []
 
     def before(data):
-        # the answer is asked for: its prompt's KV is not pulled yet
+        # the answer is requested: its prompt's KV is not pulled yet
         if armed and b'"do_remote_prefill":true' in data.replace(b" ", b""):
             first.signal(armed.pop())
 

@@ -36,8 +36,8 @@ SHAPES = [
     ("1 MiB", 1 << 20, 1, 1),
     ("16 MiB", 16 << 20, 1, 1),
     ("128 x 64 KiB", 64 << 10, 128, 1),
-    ("1 MiB, 16 under way", 1 << 20, 1, 16),
-    ("16 MiB, 4 under way", 16 << 20, 1, 4),
+    ("1 MiB, 16 in flight", 1 << 20, 1, 16),
+    ("16 MiB, 4 in flight", 16 << 20, 1, 4),
 ]
 
 
@@ -171,7 +171,7 @@ class Contest:
         names = [f"mixfleet-wire-{end}-{os.getpid()}" for end in "ab"]
         sh = lambda line: subprocess.run(line.split(), check=True, capture_output=True)
         inside = lambda end: ["ip", "netns", "exec", names[end]]
-        row, streams = "1 MiB, 16 under way, 1 Gbit/s veth", 2
+        row, streams = "1 MiB, 16 in flight, 1 Gbit/s veth", 2
         try:
             for name in names:
                 sh(f"ip netns add {name}")

@@ -1,6 +1,6 @@
 """A fleet to soak: etcd, a worker that prefills and one that decodes with tiers on disk, a router and a gateway
 before it. Members speak mutual TLS, with certificates that openssl makes for this run. Children that try grammars are
-killed now and then, and after a while nobody reads the logs of the router and of a worker, whose pipes are closed later."""
+killed now and then, and after a while no process reads the logs of the router and of a worker, whose pipes are closed later."""
 
 import os
 import pathlib

@@ -324,8 +324,8 @@ pub struct Metrics {
     /// `mixfleet_kv_transfer_seconds`: first block sent to last block checked, per request, by the engine.
     pub kv_transfer_s: Histogram,
     /// `mixfleet_kv_exposed_seconds`: time from the first token drawn on the prefill instance to all of its
-    /// KV on the decode instance, per split request, by the engine: the part of the transfer that computation
-    /// did not hide.
+    /// KV on the decode instance, per split request, by the engine. This is the part of the transfer that
+    /// computation did not hide.
     pub kv_exposed_s: Histogram,
     /// `mixfleet_kv_transfer_bytes_total`: KV payload that arrived and passed its check, by the engine.
     pub kv_transfer_bytes: Counter,

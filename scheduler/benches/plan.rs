@@ -1,5 +1,6 @@
-//! The time of a plan without its simulations: rates, bound and ranking of all parts with a built-in price,
-//! for one load of 24 classes, on all cores; and the bound and the cheapest fleet of each of 672 hours.
+//! The time of a plan without its simulations. It covers rates, bound and ranking of all parts with a
+//! built-in price, for one load of 24 classes, on all cores; and the bound and the cheapest fleet of each of
+//! 672 hours.
 //!
 //! `cargo bench -p mixfleet-scheduler --features microlp --bench plan`
 

@@ -1,4 +1,4 @@
-//! Decides whether a request that may have ended engines is tried again, and beside whom.
+//! Decides whether a request that may have ended engines is tried again, and beside which requests.
 //!
 //! An engine (an external engine or an instance) *ends* when it stops answering while it has requests: its
 //! connections break, or it is lost. Each request that it had is a suspect of that end. A suspect is tried

@@ -1,8 +1,8 @@
 //! The size of an instance: KV memory, tokens of a step and sequences, from what its device has.
 //!
 //! - A step of a prompt should be bound by arithmetic. A matrix product over `n` rows of tokens reads each
-//! weight once for 2n operations, so that at `n = ridge * bytes of a weight / 2` rows reading and computing
-//! take equally long (Williams et al. 2009, roofline). A chunk has several times as many rows.
+//!   weight once for 2n operations, so that at `n = ridge * bytes of a weight / 2` rows reading and computing
+//!   take equally long (Williams et al. 2009, roofline). A chunk has several times as many rows.
 //! - KV gets the memory that is free once the weights are placed, less step buffers and a reserve.
 //! - As many sequences run as KV memory holds at a usual length.
 

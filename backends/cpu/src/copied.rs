@@ -296,7 +296,7 @@ mod tests {
         let (_file, map, copies) = mapped("soon");
         let mapping = copies.0.clone();
         copies.copy_soon(&(0..BYTES));
-        // the thread lets go of the mapping once it has tried, and what it does takes milliseconds
+        // the thread releases the mapping after its attempt, which takes milliseconds
         let has_tried = (0..60_000).any(|_| {
             std::thread::sleep(Duration::from_millis(10));
             Arc::strong_count(&mapping) == 2

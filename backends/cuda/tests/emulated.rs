@@ -174,9 +174,8 @@ fn prefill_attention_conforms_on_tensor_cores() {
     }
 }
 
-/// Hopper's kernel, over tiles of 128 keys and blocks of 128 rows: each number of heads that share KV,
-/// contexts below, at and above a tile, sequences that begin inside a tile, more tiles than buffers,
-/// windows.
+/// Hopper's kernel, over tiles of 128 keys and blocks of 128 rows. Each number of heads that share KV,
+/// contexts below, at and above a tile, sequences that begin inside a tile, more tiles than buffers, windows.
 #[test]
 fn prefill_attention_conforms_on_warpgroups() {
     // few blocks, which go through several tiles each

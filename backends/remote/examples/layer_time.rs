@@ -1,6 +1,6 @@
 //! Measures what a connection adds to a layer of attention on a device of another process, beside what a
-//! round trip and the bandwidth of the same kind of connection allow:
-//! `cargo run -p mixfleet-remote --example layer_time`.
+//! round trip and the bandwidth of the same kind of connection allow. Run `cargo run -p mixfleet-remote
+//! --example layer_time`.
 //!
 //! A layer is: write queries, keys and values, run a command of negligible time, and read the attention
 //! output. The difference between a local and a remote device is the cost of the connection.

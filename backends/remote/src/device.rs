@@ -365,7 +365,7 @@ impl Device for View<'_> {
                 Ok(())
             })?;
             if reply.bytes().len() != part.len() {
-                return Err(Error::new(ErrorKind::Corrupt, "other bytes came than were asked for"));
+                return Err(Error::new(ErrorKind::Corrupt, "the bytes received differ from the request"));
             }
             part.copy_from_slice(reply.bytes());
             self.session.recycle_reply(reply);

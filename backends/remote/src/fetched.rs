@@ -5,7 +5,7 @@ use mixfleet_hal::cast::to_usize;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Results that are kept at most; older ones are read again if somebody wants them.
+/// Maximum number of kept results; older ones are read again on demand.
 const KEPT_MAX: usize = 64;
 
 /// A range of a buffer.

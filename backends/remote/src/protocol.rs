@@ -4,7 +4,7 @@
 //! proof that it has the token, if there are no certificates; the called end answers with its own proof and
 //! what its device is. From then on the user gives numbers to its buffers, queues and recorded batches, and
 //! everything happens in the order in which it was sent. Only calls have answers, and batches an end, which
-//! brings along the results that were asked for with the batch.
+//! brings along the results requested with the batch.
 
 use std::time::Duration;
 

@@ -101,7 +101,7 @@ fn a_connection_that_ended_fails_all_until_a_queue_brings_weights_back() {
             assert_eq!(error.kind, ErrorKind::DeviceLost, "{error}");
         }
         if round == 1 {
-            assert!(device.queue().is_err(), "nobody answers");
+            assert!(device.queue().is_err(), "no process answers");
             crossed.cut(false);
         }
         queue = device.queue().unwrap();
@@ -217,7 +217,7 @@ fn who_answers_without_the_token_is_no_device() {
     let address = listener.local_addr().unwrap();
     let open =
         move || RemoteDevice::open("remote:x", address.into(), access("word")).err().unwrap().to_string();
-    // version, and with the right one then an answer that anybody could give
+    // version, and with the right one then an answer that needs no secret
     const SPOKEN: u32 = 4;
     let answers: [(u32, &str); 2] = [(SPOKEN, "another token"), (7, "version 7")];
     for (version, expected) in answers {

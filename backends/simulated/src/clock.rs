@@ -66,7 +66,7 @@ impl SimulatedClock for RealClock {
     }
 }
 
-/// A clock that advances only when somebody waits for it, for tests in which an hour takes no time.
+/// A clock that advances only while a thread waits for it, for tests in which an hour takes no time.
 #[derive(Debug, Default)]
 pub struct VirtualClock {
     now: Mutex<Seconds>,

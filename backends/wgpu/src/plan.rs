@@ -1,13 +1,13 @@
 //! From a command to dispatches and copies.
 //!
-//! **Cutting.** An adapter binds no more than so many bytes at once (128 MiB are guaranteed; a weight or a KV
-//! pool is often larger), so a command becomes as many dispatches as it takes for each to see a *window* of
-//! every operand that fits. There are two cases:
+//! **Cutting.** An adapter limits the bytes of a binding (128 MiB are guaranteed; a weight or a KV pool is
+//! often larger), so a command becomes as many dispatches as it takes for each to see a *window* of every
+//! operand that fits. There are two cases:
 //! - Rows that do not depend on each other (tokens, elements) are cut into runs of rows, of inputs and
 //!   outputs alike: [`Planner::runs`].
-//! - What is looked up (the weight of a `Gemm`, the table of an `Embed`, KV pools) is cut too, and each
-//!   dispatch does what its part allows: some columns, or the ids and slots in it. Attention over a part of a
-//!   pool leaves un-normalised output in scratch memory, which `attn_merge` recombines.
+//! - Operands that are looked up (the weight of a `Gemm`, the table of an `Embed`, KV pools) are cut too, and
+//!   each dispatch does what its part allows: some columns, or the ids and slots in it. Attention over a part
+//!   of a pool leaves un-normalised output in scratch memory, which `attn_merge` recombines.
 //!
 //! What cannot be cut so small (a single row, the parts of an `AttnMerge`) is unsupported. Nor can one
 //! query's results over all parts of a pool; those of 4096 parts, a pool of 512 GiB, still fit into 128 MiB.

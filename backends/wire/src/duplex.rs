@@ -68,7 +68,7 @@ impl Duplex {
         Ok(Duplex { pipe, address, patience: Mutex::new(Patience::new()) })
     }
 
-    /// Returns whom this end talks to, for messages to people.
+    /// Returns a name of the other end, for messages to people.
     pub fn peer(&self) -> String {
         match self.pipe.peer() {
             Some(Ok(peer)) => peer.to_string(),

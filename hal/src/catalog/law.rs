@@ -38,9 +38,9 @@ impl LawKind {
         }
     }
 
-    /// Returns the operation of this shape with weights or keys in `dtype`: `[m, n, k]`, `[sequences, keys of
-    /// each, heads, KV heads]`, or `[sequences, new tokens of each, keys of each before them, heads, KV
-    /// heads]`. `None` if the shape has another length or is too large.
+    /// Returns the operation of this shape with weights or keys in `dtype`. The shape is `[m, n, k]`,
+    /// `[sequences, keys of each, heads, KV heads]`, or `[sequences, new tokens of each, keys of each before
+    /// them, heads, KV heads]`. `None` if the shape has another length or is too large.
     pub fn sig(self, dtype: DType, shape: &[u32]) -> Option<OpSig> {
         let kv = |kv_heads| KvShape {
             kv_heads,

@@ -248,9 +248,9 @@ impl Part {
         reached::reached(self.id)
     }
 
-    /// Turns the datasheet, lowered to what published kernels reach, into a profile: points of the part's own
-    /// laws, of its published shares, or as its nearest relatives predict them, each kind of operation by the
-    /// best that there is; its provenance says which. `None` if there is nothing.
+    /// Turns the datasheet, lowered to what published kernels reach, into a profile. It has points of the
+    /// part's own laws, of its published shares, or as its nearest relatives predict them, each kind of
+    /// operation by the best that there is; its provenance says which. `None` if there is nothing.
     pub fn reached_profile(&self) -> Option<DeviceProfile> {
         let fingerprint = format!("{REACHED}{}", self.id);
         Some(DeviceProfile { fingerprint, ..reached::profile(self)? })

@@ -9,7 +9,7 @@ use crate::random::Stream;
 const EXCHANGES: usize = 12_000;
 /// Percentage of exchanges that try a near point instead of a random one.
 const NEAR: usize = 65;
-/// Number of candidates of which the nearest is taken.
+/// Number of candidates; the nearest is taken.
 const NEAREST_OF: usize = 9;
 /// Judged points between two comparisons of an exchange with what it would replace.
 const LEG: usize = 25;

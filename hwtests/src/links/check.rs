@@ -1,4 +1,4 @@
-//! The requirements for every transport that serving relies on: bytes land where they should and nowhere
+//! The requirements for every transport that serving relies on. Bytes land where they should and nowhere
 //! else, in both directions; out-of-bounds or forbidden accesses are refused; after deregistration nothing
 //! lands.
 

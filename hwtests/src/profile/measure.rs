@@ -333,9 +333,9 @@ impl ProfileBench<'_> {
         self.ground.region(CHAIN_BYTES)
     }
 
-    /// Measures what a command of a layer costs beyond the same one alone: waiting for the one before it and
-    /// fetching what that wrote; less than nothing where the device joins several or begins one before the
-    /// last is done, down to all that a command's launch costs. On the device's clock.
+    /// Measures what a command of a layer costs beyond the same one alone. That is waiting for the one before
+    /// it and fetching what that wrote; less than nothing where the device joins several or begins one before
+    /// the last is done, down to all that a command's launch costs. On the device's clock.
     pub(crate) fn dependence(&mut self, effort: SampleBudget) -> Result<f64, Problem> {
         let cmds = self.chain()?;
         // where commands are joined, a launch for each may be more than they take

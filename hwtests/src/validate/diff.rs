@@ -402,7 +402,7 @@ impl std::fmt::Display for ValidationDiff {
         if !self.surroundings.is_empty() {
             writeln!(f, "\nsurroundings that are not the same")?;
             for fact in &self.surroundings {
-                let told = |value: &Option<String>| value.clone().unwrap_or_else(|| "not told".to_owned());
+                let told = |value: &Option<String>| value.clone().unwrap_or_else(|| "unknown".to_owned());
                 writeln!(f, "  {}: {} -> {}", fact.name, told(&fact.a), told(&fact.b))?;
             }
         }

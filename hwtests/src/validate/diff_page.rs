@@ -35,7 +35,7 @@ pub fn diff_page(diff: &ValidationDiff) -> String {
     errors(&mut body, diff);
     if !diff.surroundings.is_empty() {
         body.heading(2, "Surroundings that are not the same");
-        let told = |value: &Option<String>| TableCell::text(value.as_deref().unwrap_or("not told"));
+        let told = |value: &Option<String>| TableCell::text(value.as_deref().unwrap_or("unknown"));
         let rows = diff
             .surroundings
             .iter()

@@ -29,7 +29,7 @@ fn told(level: u8) -> (&'static str, &'static str) {
         3 => (
             "performance",
             "The point was timed after its results had been checked; where the vendor claims a number, the share of \
-             it that is asked for was reached.",
+             it that is required was reached.",
         ),
         4 => (
             "links",

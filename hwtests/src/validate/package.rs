@@ -16,7 +16,7 @@ use std::path::Path;
 /// Name of the journal in the folder.
 pub const JOURNAL: &str = "log.jsonl";
 
-/// What somebody needs to repeat the run or question its result: `environment.json`.
+/// Everything needed to repeat the run or question its result: `environment.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Environment {
     /// Name and version of the document schema: `mixfleet.validation-environment/1`.

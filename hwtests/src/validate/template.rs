@@ -27,7 +27,7 @@ struct Sketch {
     source: String,
 }
 
-/// Returns the text of the template, which is a valid part file as it stands: claims are those of the
+/// Returns the text of the template, which is a valid part file as it stands. Claims are those of the
 /// catalog's datasheet if it knows the part, else the profile's measurements; without either they are
 /// comments.
 pub fn part_template(sketch: &PartSketch<'_>) -> String {

@@ -1,5 +1,6 @@
 //! The rules of the house: allowed imports, and banned content of source files.
 
+mod lexicon;
 mod names;
 mod prints;
 mod release;

@@ -96,7 +96,7 @@ impl ReplicaSeat {
         *self.address.lock().unwrap_or_else(PoisonError::into_inner) = address;
     }
 
-    /// Looks whom the name stands for; whether it stands for the engine that has this seat.
+    /// Resolves the name; returns whether it still includes the engine that has this seat.
     ///
     /// # Errors
     /// `Vacant` if there is none for it.

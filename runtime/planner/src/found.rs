@@ -14,7 +14,7 @@ use mixfleet_sim::fleet_file::FleetFile;
 const SHOWN: usize = 3;
 /// How many times as much as the cheapest these may cost.
 const DEARER_MAX: f64 = 1.5;
-/// Maximum rent of a single-part fleet to consider, as a multiple of the cheapest one's: fleets with more
+/// Maximum rent of a single-part fleet to consider, as a multiple of the cheapest one's. Fleets with more
 /// instances of one kind than needed hold the objective, and can then exchange some for another kind.
 const DEARER_OF_ONE_PART_MAX: f64 = 1.25;
 

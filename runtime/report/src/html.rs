@@ -87,7 +87,7 @@ impl TableCell {
 pub struct Drawing {
     /// Markup of the drawing.
     pub svg: String,
-    /// Alternative text for those who cannot see it.
+    /// Alternative text for readers who cannot see it.
     pub label: String,
     /// Header of the table of its numbers.
     pub header: Vec<String>,

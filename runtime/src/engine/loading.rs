@@ -47,7 +47,7 @@ pub(super) struct BlockLoad {
     read: (u64, Seconds),
 }
 
-/// What became of the next block that a sequence waits for.
+/// State of the next block that a sequence waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LoadProgress {
     /// Something was copied, or is known not to be there.

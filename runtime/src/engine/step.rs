@@ -7,14 +7,14 @@
 //!
 //! Steps and copies are not ordered against each other, which is right because they touch different pages:
 //!
-//! - Pages are given out only while the instance machine is idle (`Event::Idle`), which it asserts is never
-//! during a step. Pages released during a step therefore have no new owner before the step ends, and those of
-//! the sequences in it are released after it.
+//! - Pages are given out only while the instance machine is idle (`Event::Idle`), which is asserted to be
+//!   never during a step. Pages released during a step therefore have no new owner before the step ends, and
+//!   those of its sequences are released after it.
 //! - A block from lower tiers is written only to pages of a sequence that waits for it (`Phase::Loading`),
-//! which is in no step, from the end of its cached prefix on.
+//!   which is in no step, from the end of its cached prefix on.
 //! - A piece is written only to pages of a sequence that waits for KV (`Phase::Receiving`), which is in no
-//! step, and only from the end of its cached prefix on, where it owns the pages: they cannot be found before
-//! they are published, and the sequence joins a step at the next idle event at the earliest.
+//!   step, and only from the end of its cached prefix on, where it owns the pages: they cannot be found
+//!   before they are published, and the sequence joins a step at the next idle event at the earliest.
 //! - A piece is read from computed tokens, of lent pages or of a prompt: a step writes others only.
 //! - Evicted blocks are copied to lower tiers before their pages are written, and the worker waits for that.
 //!

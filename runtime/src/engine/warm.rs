@@ -22,7 +22,7 @@ impl Worker {
     /// pay on an only device; elsewhere does nothing. It overwrites KV pages, so it must run before serving.
     ///
     /// # Errors
-    /// When the device is lost. What it rejects is left to serving, which tells whom it concerns.
+    /// If the device is lost. Rejected operations are left to serving, which reports the affected requests.
     pub(super) fn warm(&mut self) -> Result<()> {
         if !self.steps.device.limits().replay_pays || self.steps.others.is_some() {
             return Ok(());

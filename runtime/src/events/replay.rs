@@ -59,7 +59,7 @@ pub struct Replay {
     pub first: Option<Difference>,
     /// The log says that it is whole.
     pub whole: bool,
-    /// Why it is not, if it says so itself.
+    /// Why it is not, if the entry says so.
     pub ended: Option<String>,
     /// Its last line is incomplete and was left out.
     pub cut: bool,

@@ -25,7 +25,7 @@ pub(super) const KV_DTYPE: DType = DType::F16;
 const BLOCKS_MAX: usize = 1 << 21;
 /// Time in which an engine is to say the token ids of a request.
 const READ_MAX: Duration = Duration::from_millis(250);
-/// Time in which no engine is asked for token ids after one did not return them.
+/// Time without token id requests to an engine after one did not return them.
 const READ_AGAIN: Seconds = Seconds(1.0);
 /// Time until an engine that could not be asked for its cache's content is asked again.
 const FOLLOW_AGAIN: Duration = Duration::from_secs(10);

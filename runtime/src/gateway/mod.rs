@@ -183,7 +183,7 @@ struct Member {
 struct Fleetwide {
     front: Front,
     tokens_per_byte: f64,
-    /// How often token ids were asked for, and when they may be again.
+    /// Number of requests for token ids, and the earliest time of the next one.
     reads: usize,
     read_from: Seconds,
     seats: Vec<EngineSeat>,

@@ -68,7 +68,7 @@ struct DeviceMeter {
     at: Seconds,
     /// Requests at work there.
     requests: u32,
-    /// What a request owes that was there from the start until `at`.
+    /// The debt at `at` of a request that was in progress from the start.
     owed: f64,
 }
 

@@ -143,7 +143,7 @@ struct Held {
 }
 
 /// Where a block is, and since which write: a slot may be given to other blocks and then to this one again
-/// while somebody reads it.
+/// during a read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct FramePlace {
     pub(super) slot: u32,

@@ -240,7 +240,7 @@ fn placements_are_shown_by_response_id() {
             let explanation = server.get(&format!("/debug/placement/{id}")).await;
             assert_eq!(explanation.json(), json!({"chosen": "cpu@0"}));
         }
-        assert_eq!(server.get("/debug/placement/nobody").await.error().0, 404);
+        assert_eq!(server.get("/debug/placement/absent").await.error().0, 404);
         let list = server.get("/debug/placement").await.json();
         assert_eq!(list["data"], json!([format!("{id}-0")]));
     });

@@ -1,4 +1,4 @@
-//! Prefixes that many requests share, in the seeded environment: they are copied to further instances before
+//! Prefixes that many requests share, in the seeded environment. They are copied to further instances before
 //! a request has to compute them there, and every answer has the tokens of the float64 forward pass.
 
 use crate::fleet::{Case, ReceivedAnswer, TestFleet, ask, greedy, prompt};

@@ -1,5 +1,5 @@
 //! KV of eight bits: answers equal those of a float64 forward pass that keeps such KV, between instances over
-//! each transport, under faults, and from the tiers below a device; transfers have the bytes of the formula.
+//! each transport, under faults, and from the tiers below a device. Transfers have the bytes of the formula.
 
 use crate::fleet::wayward::Wayward;
 use crate::fleet::{Case, ReceivedAnswer, TestFleet, ask, prompt};

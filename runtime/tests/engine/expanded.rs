@@ -71,7 +71,7 @@ fn absorbing(mut checkpoint: Checkpoint) -> Checkpoint {
 }
 
 /// A first-order, norm-wise bound on the difference of a logit between two ways to compute it in f32, as that
-/// of the golden tests in bf16: the device rounds what an operation writes and nothing in between. On the way
+/// of the golden tests in bf16. The device rounds what an operation writes and nothing in between. On the way
 /// to the residual stream of a layer these are at most 16 in either way: norm; q's latent, its norm, q and
 /// its rotation; the key's latent, its norm and rotation; absorbed the lifted query, what it attended to and
 /// its value, expanded the scaled latent, key, value and what was attended to; the second norm, gate, up and

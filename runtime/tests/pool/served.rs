@@ -107,7 +107,7 @@ fn a_block_that_rots_in_host_memory_is_dropped_told_and_brought_from_the_disk() 
     assert!(served(&pool, 1));
     let mut follower = Follower::new(&pool.begin_to_follow());
     rot(&pool, 1);
-    let [first, second] = [(); 2].map(|()| get(&pool, BlockHash(1), &tokens(1)).expect("nobody knows"));
+    let [first, second] = [(); 2].map(|()| get(&pool, BlockHash(1), &tokens(1)).expect("no poison"));
     assert!(!first.view(0, &mut |_| panic!("shown")).expect("pinned"), "a rotten block is served");
     assert!(!second.view(0, &mut |_| panic!("shown")).expect("pinned"), "a rotten block is served");
     assert_eq!(pool.stats().bad, 1);
@@ -128,7 +128,7 @@ fn a_block_that_rots_in_host_memory_alone_is_gone_and_its_room_is_used_again() {
         put(&pool, 1);
         put(&pool, 2);
         rot(&pool, 1);
-        let lease = get(&pool, BlockHash(1), &tokens(1)).expect("nobody knows");
+        let lease = get(&pool, BlockHash(1), &tokens(1)).expect("no poison");
         assert!(load(&lease, 0).is_none());
         drop(lease);
         assert!(get(&pool, BlockHash(1), &tokens(1)).is_none());
@@ -246,7 +246,7 @@ fn many_threads_get_right_blocks_and_true_events() {
             });
         }
     });
-    let mut follower = follower.into_inner().expect("nobody panicked");
+    let mut follower = follower.into_inner().expect("no holder panicked");
     follower.follow(&pool.take_events());
     follower.assert_agrees(&pool.snapshot());
     let stats = pool.stats();
@@ -260,7 +260,7 @@ fn refused_memory_is_an_error() {
     let counted = Arc::new(Mutex::new(Vec::new()));
     let seen = counted.clone();
     let count = move |bytes| {
-        seen.lock().expect("nobody panics").push(bytes);
+        seen.lock().expect("no holder panics").push(bytes);
         make_region(bytes)
     };
     let big = PoolConfig { block_bytes: 100 << 20, dram_bytes: 500 << 20, ..config(1, None) };

@@ -120,7 +120,7 @@ impl World {
         }
     }
 
-    /// The registry is away for a while, with or without what it held, or somebody empties it.
+    /// The registry is away for a while, with or without its content, or is emptied.
     async fn trouble_registry(self, mean_s: f64) {
         let mut next = Stream::new(self.env.random()).below(3);
         loop {

@@ -367,7 +367,7 @@ impl World {
     async fn assert_all_is_well(&self) {
         let env = &self.env;
         let end = env.now().0;
-        assert!(end < disks::HANG_LONG.as_secs_f64(), "{env:?}: {end} s: somebody waited for a disk");
+        assert!(end < disks::HANG_LONG.as_secs_f64(), "{env:?}: {end} s: a worker waited for a disk");
         assert_eq!(self.metrics.worker_panics.get(), 0, "{env:?}: a worker panicked");
         let silent: u64 = self.state().routers.values().map(|r| r.metrics.instances_silent.get()).sum();
         assert_eq!(silent, 0, "{env:?}: an instance kept a request and said nothing of it");

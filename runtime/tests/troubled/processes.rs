@@ -328,7 +328,7 @@ impl World {
             return Ok(());
         }
         self.env.sleep(UNHEARD).await;
-        Err("nobody answers".into())
+        Err("no process answers".into())
     }
 
     /// Lets a router use a worker process until the session ends.

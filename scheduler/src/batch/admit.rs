@@ -200,7 +200,7 @@ impl<T: Text> Instance<T> {
             return;
         }
         sequence.computed += blocks * self.limits.block_tokens;
-        assert!(sequence.computed < sequence.length, "more blocks came than were asked for");
+        assert!(sequence.computed < sequence.length, "more blocks came than were requested");
         self.begin(request, actions);
         self.publish(request, actions);
     }

@@ -89,9 +89,9 @@ impl BatchLimits {
     pub const BLOCK_TOKENS: u32 = 16;
     /// Maximum new tokens per step.
     pub const STEP_TOKENS_MAX: u32 = 512;
-    /// Prompt tokens that a step may have beside decodes without a TBT objective, however long they take: at
-    /// a few hundred tokens per second of prefill, about a quarter of a second between two tokens of the
-    /// others.
+    /// Prompt tokens that a step may have beside decodes without a TBT objective, however long they take. It
+    /// is, at a few hundred tokens per second of prefill, about a quarter of a second between two tokens of
+    /// the others.
     pub const PREFILL_TOKENS_BESIDE_DECODE_MAX: u32 = 64;
     /// Maximum number of sequences that hold blocks.
     pub const SEQUENCES_MAX: u32 = 64;

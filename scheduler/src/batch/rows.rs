@@ -244,8 +244,8 @@ fn limit(tbt_slo: Option<Seconds>, alone: Seconds) -> (Seconds, u32) {
 }
 
 /// Estimate of the prompt rows beside `sequences` decodes with `kv_tokens` tokens of context in steps limited
-/// by `tbt_slo`, if they have one: about what [`PromptRows`] gives, from two calls of the cost model. `row_s`
-/// is the time of a row in a full step.
+/// by `tbt_slo`, if they have one. It is about what [`PromptRows`] gives, from two calls of the cost model.
+/// `row_s` is the time of a row in a full step.
 pub(crate) fn rows_beside(
     (cost, corrections): (&CostModel, SizedCorrections),
     (step_tokens_max, row_s): (u32, Seconds),

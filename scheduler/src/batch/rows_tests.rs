@@ -127,7 +127,7 @@ fn without_an_objective_prompts_double_a_step_and_get_a_constant_in_any_case() {
     let constant = BatchLimits::PREFILL_TOKENS_BESIDE_DECODE_MAX;
     assert_eq!(rows(SIZED, &[None, None]), constant, "2 ms more would be 20 rows");
     assert_eq!(rows(SIZED, &[None; 12]), 112, "12 ms more are 120 rows; they come in tiles of 16");
-    assert_eq!(rows(SIZED, &[]), 512, "nobody decodes");
+    assert_eq!(rows(SIZED, &[]), 512, "no sequence decodes");
     let fixed = BatchLimits { prefill_tokens_beside_decode_max: Some(100), ..SIZED };
     assert_eq!(rows(fixed, &[Some(0.2)]), 100, "an explicit number is used");
 }

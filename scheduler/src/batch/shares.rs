@@ -16,8 +16,8 @@
 //! **No deadlock.** The first running sequence of a party is never preempted for a share. So the first
 //! request of the fleet keeps its blocks, once it has them, as it does without shares. It gets them: those
 //! of its own party do not overtake it, its party's running sequences end, and then it is within its share,
-//! whatever its size, while the counts of the other parties rise until it is next. Requests that took
-//! blocks for their share leave their party within it, so that nobody can take them back for another's
+//! at any size, while the counts of the other parties rise until it is next. Requests that took
+//! blocks for their share leave their party within it, so that they cannot be taken back for another's
 //! share.
 
 use super::rows::{Decodes, StepShare};

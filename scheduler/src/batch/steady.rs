@@ -61,9 +61,9 @@ impl<T: Text> Instance<T> {
         self.limits.page_parts.windows().iter().flatten().map(until).min()
     }
 
-    /// Completes the running step and those that follow, up to the last of `steps` more, which then runs: the
-    /// same as `Event::StepDone` and `Event::Idle`, `steps` times, if every sequence draws a token and none
-    /// ends. `steps` is at most [`Instance::steady_steps`].
+    /// Completes the running step and those that follow, up to the last of `steps` more, which then runs. It
+    /// is the same as `Event::StepDone` and `Event::Idle`, `steps` times, if every sequence draws a token and
+    /// none ends. `steps` is at most [`Instance::steady_steps`].
     pub fn advance(&mut self, steps: u32, actions: &mut Vec<Action<T::Block>>) {
         if steps == 0 {
             return;

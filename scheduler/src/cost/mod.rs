@@ -144,7 +144,7 @@ impl CostModel {
         }
     }
 
-    /// Time of one mixed step, as in engines with chunked prefill: the rows of all `parts`, and one row of
+    /// Time of one mixed step, as in engines with chunked prefill. The rows of all `parts`, and one row of
     /// each of `batch` sequences with `kv_tokens` tokens of context in total, go through the dense operations
     /// together; attention is computed per sequence; the LM head processes the rows that draw a token. Parts
     /// must not be empty; an empty step takes no time.

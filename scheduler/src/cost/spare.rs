@@ -1,4 +1,4 @@
-//! Attention in what other instances have to spare: an instance keeps a part of its KV beside its weights,
+//! Attention in what other instances have to spare. An instance keeps a part of its KV beside its weights,
 //! and devices that compute prompts keep the rest and attend to it, by request (Adrenaline, arXiv
 //! 2503.20552).
 //!

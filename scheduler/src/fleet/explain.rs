@@ -121,10 +121,10 @@ pub struct Terms {
     /// Mean time of its decode steps, in the batch predicted for the end of its prefill, including the delay
     /// by other requests' KV that lands during them.
     pub tbt_s: f64,
-    /// A bound that its TBT, as the objective measures it, will probably not exceed: the longest likely step
-    /// while it decodes, with requests that were accepted before it and land after it and what their KV takes
-    /// of the longest steps, and a share of the transfer and of the wait for room of the fastest candidate's
-    /// KV.
+    /// A bound that its TBT, as the objective measures it, will probably not exceed. It is the longest likely
+    /// step while it decodes, with requests that were accepted before it and land after it and what their KV
+    /// takes of the longest steps, and a share of the transfer and of the wait for room of the fastest
+    /// candidate's KV.
     pub tbt_peak_s: f64,
     /// Time of a step in the current batch.
     pub tbt_now_s: f64,

@@ -81,7 +81,7 @@ impl LatentAttention {
 
     /// Whether a step's prompts are expanded: there is memory for all keys that they see, and it is less
     /// arithmetic. Of n new tokens of a prompt that sees c keys, with p pairs of a query and a key that it
-    /// sees, a head takes so many multiplications and additions, where r is `kv_rank`, s is `r + rope` and
+    /// sees, a head takes this many multiplications and additions, where r is `kv_rank`, s is `r + rope` and
     /// q is `nope + rope`:
     ///
     /// - absorbed: `n r nope` to lift queries, `p (s + r)` for scores and sums, `n r v` to lower these;

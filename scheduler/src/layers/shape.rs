@@ -160,7 +160,7 @@ impl ModelShape {
         ModelShape { kv, ..self }
     }
 
-    /// The share of one of `devices` in tensor parallelism (Megatron-LM, arXiv 1909.08053): heads, MLP and
+    /// The share of one of `devices` in tensor parallelism (Megatron-LM, arXiv 1909.08053). Heads, MLP and
     /// vocabulary are split, and each expert or their number; a device has at least one KV head, so with more
     /// than `kv_heads` devices KV is stored several times. With whole experts on each device everything else
     /// is whole too.

@@ -107,9 +107,9 @@ impl Market {
         self.apart.iter().flatten()
     }
 
-    /// The fleets in which all answers are decoded by instances with attention offload: the cheapest by
-    /// rates, and the cheapest in which prompts have separate instances, if that is another, since prompts
-    /// wait for each other where they are computed between decode steps.
+    /// The fleets in which all answers are decoded by instances with attention offload. These are the
+    /// cheapest by rates, and the cheapest in which prompts have separate instances, if that is another,
+    /// since prompts wait for each other where they are computed between decode steps.
     ///
     /// # Errors
     /// Why there is none.

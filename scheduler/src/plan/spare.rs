@@ -1,7 +1,7 @@
 //! The cheapest fleets in which devices that compute prompts attend to a part of what others decode.
 //!
 //! Such a fleet has the instances of one that divides prompts and decoding, as `serve` and the simulator have
-//! them: those that decode have an even share of the others' room for KV, and these attend to what is there,
+//! them: those that decode have an even share of the others' room for KV, and these run attention on that KV,
 //! with the times of [`SpareCost`](crate::cost::SpareCost). What attention takes of a device is missing for
 //! prompts: with p(i) and d(i) instances that prompts and answers of class i keep busy, and u(i) the share of
 //! its time that each of k lenders spends on the answers,

@@ -257,7 +257,8 @@ pub(super) fn decode_merged(
 }
 
 /// Query heads per block of `attn_decode`, as bounded by the registers for their sums, and by what shared
-/// memory holds of each: the query, sums of each warp, weights of 32 keys, maxima and sums of weights.
+/// memory holds of each. That is the query, sums of each warp, weights of 32 keys, maxima and sums of
+/// weights.
 fn portable_heads_max(kv: &KvShape) -> u32 {
     const WARPS: u32 = THREADS / 32;
     const SHARED_BYTES: u32 = (48 << 10) - WARPS * 32 * 4;

@@ -250,8 +250,8 @@ impl BatchWrites {
 }
 
 /// Plans the front of a batch in fewer launches than one by one, with the same bits, and returns how many
-/// operations these cover: products of few rows of one `x`, also with their gating; rope of queries and keys
-/// with the write of those keys; decode attention in parts with its merge.
+/// operations these cover. They are products of few rows of one `x`, also with their gating; rope of queries
+/// and keys with the write of those keys; decode attention in parts with its merge.
 ///
 /// # Errors
 /// As [`plan`].

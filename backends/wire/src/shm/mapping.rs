@@ -138,7 +138,7 @@ impl Carrier for ShmMapping {
                 self.copy(Piece { local: piece.local + at, remote: piece.remote + at, bytes }, direction)?;
             }
         }
-        // data read after the revocation may belong to somebody else
+        // data read after the revocation may belong to another owner
         if self.control.is_over() { Err(self.over()) } else { Ok(0) }
     }
 }

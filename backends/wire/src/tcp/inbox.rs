@@ -37,7 +37,7 @@ impl ReceiveBuffer {
     /// `WouldBlock` if they have not all arrived yet, keeping those that have; `UnexpectedEof` if they never
     /// will.
     pub(super) fn take<const N: usize>(&mut self, link: &mut SecureStream) -> io::Result<[u8; N]> {
-        Ok(self.fill(link, N, None)?.try_into().expect("as many bytes as were asked for"))
+        Ok(self.fill(link, N, None)?.try_into().expect("as many bytes as were requested"))
     }
 
     /// Takes the next `N` bytes from a blocking stream, or fails at `deadline`, however slowly the bytes
@@ -47,7 +47,7 @@ impl ReceiveBuffer {
         link: &mut SecureStream,
         deadline: Instant,
     ) -> io::Result<[u8; N]> {
-        Ok(self.fill(link, N, Some(deadline))?.try_into().expect("as many bytes as were asked for"))
+        Ok(self.fill(link, N, Some(deadline))?.try_into().expect("as many bytes as were requested"))
     }
 
     /// Takes the next `bytes` bytes, like [`take`](Self::take).

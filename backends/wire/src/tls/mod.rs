@@ -66,7 +66,7 @@ pub enum TlsMemberKind {
 /// A callback for each time that the files were reloaded, or could not be.
 pub type OnRenewal = dyn Fn(std::result::Result<(), Error>) + Send + Sync;
 
-/// The identity that a member presents, and whom it trusts.
+/// The identity that a member presents, and its trusted authorities.
 pub struct TlsIdentity {
     files: Option<(TlsFiles, Box<OnRenewal>)>,
     fleet: String,

@@ -110,7 +110,7 @@ pub(super) const PARTS: &[Metric] = &[
     word(
         "links",
         "Copies to the device, from it, and within it: copy_h2d, copy_d2h, copy_d2d. `+ 10 us` on the card is what \
-         each transfer costs whatever its size.",
+         each transfer costs at any size.",
         ONLY,
         "Loading weights, and moving KV between devices.",
         "See copy_h2d.",
@@ -201,7 +201,7 @@ pub(super) const FLAGS: &[Metric] = &[
         "other-load",
         "Flag: something else used the machine or the device.",
         "The cores were more than 10 % busy before it began.",
-        "Nothing can be said of the part before the others stop.",
+        "The part cannot be judged before the others stop.",
         QUIET,
     ),
     word(
@@ -266,8 +266,8 @@ pub(super) const SERVING: &[Metric] = &[
     word(
         "goodput",
         "Requests per second, or tokens, that are answered within all objectives.",
-        "By simulate and bench: those with a TTFT within --ttft-slo, and a TBT within --tbt-slo at the percentile that \
-         is asked for, over the time of the load. A request that is turned away counts as missed.",
+        "By simulate and bench: those with a TTFT within --ttft-slo, and a TBT within --tbt-slo at the requested \
+         percentile, over the time of the load. A rejected request counts as missed.",
         "What a fleet is worth: plan minimises dollars per hour at a given goodput.",
         "Beyond the load that a fleet sustains it falls, where throughput goes on rising.",
     ),

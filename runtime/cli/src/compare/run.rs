@@ -1,4 +1,4 @@
-//! Compares the parts that were asked for, and prints and writes the comparison.
+//! Compares the requested parts, and prints and writes the comparison.
 
 use super::args::CompareArgs;
 use super::comparison::{Basis, PartsComparison, is_in_doubt};

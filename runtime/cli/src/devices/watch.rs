@@ -25,7 +25,7 @@ struct DeviceReading<'a> {
     health: Health,
 }
 
-/// Shows readings until the process is stopped, or as many as were asked for.
+/// Shows readings until the process is stopped, or the requested number.
 ///
 /// # Errors
 /// When a device that was named cannot be opened, or none can, or output fails.

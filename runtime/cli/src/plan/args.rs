@@ -129,7 +129,7 @@ fn confidence(text: &str) -> Result<f64, String> {
 }
 
 impl PlanArgs {
-    /// The dtypes that were asked for, each once.
+    /// The requested dtypes, each once.
     pub(super) fn dtypes(&self) -> Vec<StoredAs> {
         let mut stored: Vec<StoredAs> = Vec::new();
         for dtype in &self.dtype {

@@ -23,7 +23,7 @@ pub(super) struct PlanOffers {
     pub(super) prices: Vec<Price>,
     /// The links between their regions.
     pub(super) links: Vec<RegionLink>,
-    /// Parts that were asked for or are in stock, and have no offer.
+    /// Parts that were requested or are in stock, and have no offer.
     pub(super) without_offer: Vec<String>,
     /// Parts with an offer but without published kernel times, not named in --parts.
     pub(super) without_kernels: Vec<String>,

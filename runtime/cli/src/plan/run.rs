@@ -1,4 +1,4 @@
-//! Plans the models that were asked for, and prints and writes the plans.
+//! Plans the requested models, and prints and writes the plans.
 
 use super::args::PlanArgs;
 use super::load::{PlanLoad, PlanLoadSource};
@@ -36,7 +36,7 @@ pub(super) struct ModelWanted {
 }
 
 impl ModelWanted {
-    /// The models that were asked for.
+    /// The requested models.
     fn read(args: &PlanArgs) -> Result<Vec<Self>> {
         let sources = PlanLoadSource::of(args)?;
         let mut wanted = Vec::new();
@@ -71,7 +71,7 @@ pub(super) struct Printed {
     pub(super) unmet: Option<String>,
 }
 
-/// Writes the files that were asked for, and says what starts the fleet.
+/// Writes the requested files, and prints how to start the fleet.
 fn write_files(planned: &Planned<'_>, market: &Market) -> Result<Option<String>> {
     let (args, mut started) = (planned.args, None);
     let Some(best) = planned.outcome.fleets.first() else { return Ok(None) };

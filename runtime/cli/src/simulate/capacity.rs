@@ -122,7 +122,7 @@ fn no_capacity(attainment: f64, share: f64, unmet: &Unmet) -> String {
     };
     format!(
         "the fleet misses the SLO at any speed-up down to 1/{}, where {:.2} % of the requests meet it \
-         and {:.2} % were asked for{missed}. Take quicker instances, a looser [slo], or a lower --capacity=SHARE",
+         and {:.2} % are required{missed}. Take quicker instances, a looser [slo], or a lower --capacity=SHARE",
         1.0 / SPEEDUP_MIN,
         100.0 * attainment,
         100.0 * share

@@ -1,4 +1,4 @@
-//! Simulates the fleets that were asked for, and prints and writes the results.
+//! Simulates the requested fleets, and prints and writes the results.
 
 use super::additions::Additions;
 use super::args::SimulateArgs;

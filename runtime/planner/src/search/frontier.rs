@@ -39,8 +39,9 @@ struct SimulatedFleet {
 }
 
 impl PlanSearch<'_> {
-    /// Simulates ranked fleets and adds those that hold: the cheapest, a few for comparison, the cheapest of
-    /// one part, the cheapest with attention offload, and one in which prefill devices also run attention.
+    /// Simulates ranked fleets and adds those that hold. These are the cheapest, a few for comparison, the
+    /// cheapest of one part, the cheapest with attention offload, and one in which prefill devices also run
+    /// attention.
     pub(super) fn prove_ranked(&self, ranked: &[FormedFleet], outcome: &mut PlanFound) -> Result<()> {
         let planned =
             |fleet| GrowingFleet { fleet, usd_per_hour: fleet.usd_per_hour.0, next: None, simulated: None };

@@ -57,9 +57,9 @@ pub(super) fn resolve(raw: &raw::Model) -> Result<Model, FleetFileError> {
     })
 }
 
-/// The model as divided among the devices of a pool's instance, or the key and the fault: with whole experts
-/// on each device if the pool says so, and with the rest of the weights copied to every device or divided
-/// too.
+/// The model as divided among the devices of a pool's instance, or the key and the fault. It has whole
+/// experts on each device if the pool says so, and with the rest of the weights copied to every device or
+/// divided too.
 pub(super) fn on_pool(model: &Model, pool: &raw::RawPool) -> Result<Model, (&'static str, String)> {
     let skew = pool.expert_skew.unwrap_or(0.0);
     if pool.expert_skew.is_some() && !(pool.experts_by_member && skew.is_finite() && skew >= 0.0) {

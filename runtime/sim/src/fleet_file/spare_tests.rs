@@ -53,7 +53,7 @@ fn what_is_lent_is_borrowed_and_costs_nothing_more() {
     assert_eq!(
         (pools[1].cache_tokens, pools[1].cost.spare_share(64, 64 * 4096)),
         (room, 0.0),
-        "nobody lends"
+        "no pool lends"
     );
 }
 

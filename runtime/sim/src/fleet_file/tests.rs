@@ -473,8 +473,8 @@ fn slowdowns_and_routers_are_read_and_wrong_ones_say_why() {
     let expected = PoolSlowdown { pool: pool.clone(), instance: None, from_s: 10.0, times: 2.0, told: false };
     assert_eq!(read, [expected]);
     says(
-        slow("pool = \"nobody\"\nfrom_s = 1.0\ntimes = 2.0"),
-        &["[[slowdown]]", "no pool is called 'nobody'"],
+        slow("pool = \"absent\"\nfrom_s = 1.0\ntimes = 2.0"),
+        &["[[slowdown]]", "no pool is called 'absent'"],
     );
     let wrong = |keys: &str| slow(&format!("pool = \"{pool}\"\n{keys}"));
     says(wrong("instance = 999\nfrom_s = 1.0\ntimes = 2.0"), &["instance: is 999", "counted from 0"]);

@@ -134,7 +134,7 @@ struct Active {
     loaded: ByTier,
     /// Tokens that were here when it began to wait for more.
     held_tokens: Option<u32>,
-    /// Whom its KV is sent to, if it is.
+    /// The receiver of its KV, if there is one.
     decoder: Option<HandOffTarget>,
 }
 

@@ -32,7 +32,7 @@ impl Life {
     }
 }
 
-/// What became of the requests of a run.
+/// Outcomes of the requests of a run.
 #[derive(Debug)]
 struct Overload {
     /// Share of all requests that met both objectives.

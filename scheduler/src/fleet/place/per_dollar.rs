@@ -20,7 +20,7 @@ const SHORTLIST: usize = 4;
 /// Number of sequences of the batch by which the cost of decoding is compared.
 const REFERENCE_BATCH: u32 = 8;
 /// Maximum cost per token of an instance that takes over answers from one that could decode them itself, as a
-/// share of that one's cost: a smaller saving would not pay for the room reserved in both, and for the gap
+/// share of that one's cost. A smaller saving would not pay for the room reserved in both, and for the gap
 /// after the first token.
 const HAND_OFF_BELOW: f64 = 0.95;
 /// Halvings in the search for the part of a prefix that takes as long to pull as the rest to compute, within
@@ -61,9 +61,9 @@ pub(super) fn picks(fleet: &Fleet, question: &Question<'_>) -> Vec<Pick> {
     picks
 }
 
-/// Whether an answer to a prompt computed on one instance may decode on another: the first one does not
-/// decode or can never hold it, or the other one has room for it and decodes it for clearly less, in money
-/// or, without prices, in time.
+/// Whether an answer to a prompt computed on one instance may decode on another. True if the first one does
+/// not decode or can never hold it, or the other one has room for it and decodes it for clearly less, in
+/// money or, without prices, in time.
 fn may_hand_off(fleet: &Fleet, question: &Question<'_>, prefill: usize, decode: usize) -> bool {
     let (from, to) = (&fleet.loads[prefill], &fleet.loads[decode]);
     let prompt = u64::from(question.arrival.prompt_tokens);

@@ -158,7 +158,7 @@ fn a_copy_whose_end_is_lost_is_asked_for_again_elsewhere() {
         (f, first[0])
     };
     let (mut f, (from, to, _)) = begin();
-    assert_eq!(copies(&crowd(&mut f, 0.01, 12..24)), [], "under way");
+    assert_eq!(copies(&crowd(&mut f, 0.01, 12..24)), [], "in flight");
     for lost in [from, to] {
         let (mut f, _) = begin();
         act(&mut f, 0.01, Event::InstanceDown { instance: InstanceId(lost) });

@@ -251,8 +251,8 @@ impl WeightStreams {
 }
 
 /// The products of the weight rows and the only row of `x`, in several streams, each of which reads its part
-/// of the rows sequentially: on a Xeon with AMX 1.1 times as fast as one stream, and 1.2 times as fast as
-/// interleaved neighbouring rows.
+/// of the rows sequentially. On a Xeon with AMX this is 1.1 times as fast as one stream, and 1.2 times as
+/// fast as interleaved neighbouring rows.
 #[inline(always)]
 unsafe fn single<S: Simd, C: CodeWords<S>, const AT_ONCE: usize>(
     task: &QuantisedFewRows,

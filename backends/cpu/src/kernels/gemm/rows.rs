@@ -307,7 +307,7 @@ struct RowPrefetch {
 }
 
 /// Multiplies eight weight rows with all rows of `x`, while prefetching the next eight into the L2 in equal
-/// parts per call of [`dot`], so that arithmetic and memory overlap even if several calls share rows.
+/// parts per call of [`dot`]. Arithmetic and memory overlap even if several calls share rows.
 #[inline(always)]
 unsafe fn octet<S: Simd, L: LoadVectors<S>>(
     shape: &GemmShape,

@@ -13,8 +13,8 @@ mod portable;
 
 use crate::isa::Isa;
 
-/// Vectors of `LANES` f32, and 32-bit words that travel in the same registers. A word is one f32 or
-/// two neighbouring 16-bit floats.
+/// Vectors of `LANES` f32, and 32-bit words in the same registers. A word is one f32 or two neighbouring
+/// 16-bit floats.
 ///
 /// # Safety
 /// Every function needs the level's instructions to be present, and memory operands to be valid for

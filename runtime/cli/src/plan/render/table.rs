@@ -47,7 +47,7 @@ pub(in crate::plan) fn of(planned: &Planned<'_>, started: Option<&str>) -> Strin
     not_candidates(
         "without kernels",
         &offers.without_kernels,
-        "; --parts takes their datasheets at their word",
+        "; no published timings: name them in --parts to include",
     );
     if let Some(best) = outcome.fleets.first() {
         fleets(&mut text, planned);
