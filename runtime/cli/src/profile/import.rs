@@ -22,8 +22,8 @@ use std::path::{Path, PathBuf};
 
 #[derive(Debug, Args)]
 pub(super) struct ImportArgs {
-    /// Source of the tables: aiconfigurator (a file or a directory of *_perf.parquet, .txt or .csv) or llmservingsim
-    /// (a directory with dense.csv, per_sequence.csv and attention.csv)
+    /// Source of the tables: aiconfigurator (a file or a directory of *_perf.parquet, .txt or .csv) or
+    /// llmservingsim (a directory with dense.csv, per_sequence.csv and attention.csv)
     #[arg(long, value_name = "PROJECT", hide_possible_values = true)]
     from: ImportSource,
     /// The tables
