@@ -30,6 +30,7 @@ class Block:
     skip: str | None = None
     until: str | None = None
     install: bool = False
+    fetch: str | None = None
 
 
 def blocks(page):
@@ -70,6 +71,8 @@ def tell(block, told):
         block.until = rest.removeprefix("until ")
     elif what == "install" and not rest:
         block.install = True
+    elif what == "fetch" and rest:
+        block.fetch = rest
     elif told:
         raise SystemExit(f"readme: {block.place}: unknown comment '{told[0].strip()}'")
 
@@ -101,6 +104,7 @@ class Page:
     def __init__(self, page, program, with_install):
         self.page = page
         self.with_install = with_install
+        self.absent = []  # downloads that are not there, in lower case
         self.work = ROOT / "target" / "readme" / page.stem
         shutil.rmtree(self.work, ignore_errors=True)
         home, bin_ = self.work / "home", self.work / "install" / "bin"
@@ -129,6 +133,21 @@ class Page:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+    def skips(self, block):
+        """Why a block is not run, if it is not. A download is linked from target/real."""
+        if block.fetch:
+            fetched = ROOT / "target" / "real" / block.fetch
+            if fetched.is_dir():
+                (self.work / "run" / block.fetch).symlink_to(fetched)
+                return f"target/real has {block.fetch} (hwtests/real.sh downloads it)"
+            self.absent.append(block.fetch.lower())
+            return f"no {block.fetch} in target/real; hwtests/real.sh downloads it"
+        if any(name in block.commands.lower() for name in self.absent):
+            return "needs a download that is absent"
+        if block.install and not self.with_install:
+            return "builds for minutes; --install runs it"
+        return block.skip
 
     def run(self, block, number):
         """The fault of a block, if any."""
@@ -177,8 +196,7 @@ def check(path, program, with_install):
     try:
         for number, block in enumerate(blocks(path)):
             began = time.monotonic()
-            if block.skip or block.install and not with_install:
-                why = block.skip or "builds for minutes; --install runs it"
+            if why := page.skips(block):
                 print(f"SKIPPED: readme: {block.place}: {why}", flush=True)
                 continue
             wrong = page.run(block, number)
@@ -218,6 +236,13 @@ a 27 c
 ```sh
 false
 ```
+<!-- run: fetch, a-nonesuch -->
+```sh
+false
+```
+```sh
+cat A-Nonesuch
+```
 <!-- run: server, until ready -->
 ```sh
 echo gone
@@ -245,11 +270,12 @@ def self_test():
     path.write_text(PLANTED)
     page = Page(path, pathlib.Path("/bin/true"), False)
     try:
-        found = [block.skip or page.run(block, number) for number, block in enumerate(blocks(path))]
+        found = [page.skips(block) or page.run(block, number) for number, block in enumerate(blocks(path))]
     finally:
         stopped = list(page.stop())
     faults = [wrong if wrong is None or isinstance(wrong, str) else wrong[0].split(" '")[0] for wrong in found]
-    expected = ["ended with status 1", "no line like", "it cannot be run", "did not print", None, None]
+    absent = ["no a-nonesuch in target/real; hwtests/real.sh downloads it", "needs a download that is absent"]
+    expected = ["ended with status 1", "no line like", "it cannot be run", *absent, "did not print", None, None]
     if faults != expected or stopped:
         print(f"FAILED: readme: the self-test found {faults} {stopped}, and must find {expected}", file=sys.stderr)
         return 1

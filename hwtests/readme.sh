@@ -8,10 +8,11 @@
 #   hwtests/readme.sh [--install] [PAGE...; default README.md]
 #
 # An HTML comment before a block says how to run it:
-# <!-- run: skip, REASON -->        do not run it: it needs hardware, a network or another service
-# <!-- run: server, until TEXT -->  run it beside the following blocks, from the time at which it prints TEXT
-# <!-- run: install -->             run it in the root of the repository, and only with --install, since it
-# builds for minutes
+#   <!-- run: skip, REASON -->        do not run it: it needs hardware, a network or another service
+#   <!-- run: server, until TEXT -->  run it beside the following blocks, once it has printed TEXT
+#   <!-- run: fetch, FOLDER -->       it downloads FOLDER: link target/real/FOLDER in its place (hwtests/real.sh
+#                                     downloads it), or skip the later blocks that name FOLDER
+#   <!-- run: install -->             run it in the root of the repository, and only with --install
 #
 # MIXFLEET names the binary (default target/release/mixfleet); --install uses the installed one.
 set -euo pipefail
@@ -21,7 +22,7 @@ skip() { echo "SKIPPED: readme: $1" >&2; exit 3; }
 install=""
 [ "${1:-}" != --install ] || { install=--install; shift; }
 case ${1:-} in
--*) sed -n '2,16s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
+-*) sed -n '2,19s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
 esac
 program=${MIXFLEET:-target/release/mixfleet}
 [ -n "$install" ] || "$program" plan --help >/dev/null 2>&1 || skip "no $program; build it with cargo build --release"

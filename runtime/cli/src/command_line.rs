@@ -3,6 +3,7 @@
 use crate::args::{DevicesArgs, GenerateArgs, ServeArgs, TopoArgs};
 use crate::compare::CompareArgs;
 use crate::explain::ExplainArgs;
+use crate::fit::FitArgs;
 use crate::models::ModelsArgs;
 use crate::parts::PartsArgs;
 use crate::plan::PlanArgs;
@@ -83,6 +84,9 @@ pub(crate) enum CliCommand {
     /// Compare parts: performance per dollar, best use of each, break-even prices
     #[command(after_help = guide("reference/compare.md"))]
     Compare(CompareArgs),
+    /// Show which models a device holds, and how fast it would serve them
+    #[command(after_help = guide("how-to/what-runs-here.md"))]
+    Fit(FitArgs),
     /// List the parts of the catalog
     #[command(after_help = guide("reference/compare.md"))]
     Parts(PartsArgs),

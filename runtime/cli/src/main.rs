@@ -24,6 +24,7 @@ mod devices;
 mod digest;
 mod explain;
 mod failure;
+mod fit;
 #[cfg(feature = "fleet")]
 mod fleet;
 mod generate;
@@ -34,6 +35,7 @@ mod links;
 mod logs;
 mod machine;
 mod model;
+mod model_shape;
 mod models;
 mod notation;
 mod numbers;
@@ -117,6 +119,7 @@ fn run(cli: Cli, settings: &settings::ServeSettings) -> anyhow::Result<()> {
         CliCommand::Explain(args) => explain::run(&args),
         CliCommand::Validate(args) => validate::run(&args),
         CliCommand::Compare(args) => compare::run(&args),
+        CliCommand::Fit(args) => fit::run(&args),
         CliCommand::Parts(args) => parts::run(&args),
         CliCommand::Models(args) => models::run(&args),
         CliCommand::Trace(args) => trace::run(&args),

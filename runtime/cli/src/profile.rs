@@ -10,11 +10,12 @@ use crate::interrupt::cancel_on_interrupt;
 use crate::numbers::USD_PER_HOUR_MIN;
 use crate::output_files::writable;
 use crate::screen;
-use crate::{backends, machine};
+use crate::{backends, cache, machine};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::catalog::closest_names;
+use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::{Device, DeviceKind, OpSig, cast};
 use mixfleet_hwtests::profile::compare::Comparison;
 use mixfleet_hwtests::profile::{
@@ -23,11 +24,20 @@ use mixfleet_hwtests::profile::{
 };
 use mixfleet_report::files::write_whole;
 use mixfleet_runtime::model::ModelConfig;
+use serde::{Deserialize, Serialize};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 /// The page size with which names of points are looked up; no name depends on it.
 const PAGE_TOKENS: u32 = 16;
+
+/// Time limit of a brief profile in seconds.
+const BRIEF_S: f64 = 20.0;
+/// What a brief profile measures.
+const BRIEF_GROUPS: [PointGroup; 5] =
+    [PointGroup::Launch, PointGroup::Memory, PointGroup::Gemm, PointGroup::Decode, PointGroup::Prefill];
+/// Products and attention steps in a brief profile.
+const BRIEF_POINTS: usize = 24;
 
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true)]
@@ -125,6 +135,55 @@ pub(crate) fn run(args: &ProfileArgs) -> Result<()> {
     }
 }
 
+/// A brief profile of a device of this machine.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct BriefProfile {
+    pub(crate) profile: DeviceProfile,
+    /// Date, `2026-11-30`.
+    pub(crate) measured_on: String,
+}
+
+/// The device's brief profile: what an earlier call kept, unless `again`, or one that is measured now.
+pub(crate) fn brief(device: &dyn Device, again: bool) -> Result<BriefProfile> {
+    let file = cache::file("profile", &(&device.info().fingerprint, env!("CARGO_PKG_VERSION")));
+    let kept = file.as_deref().filter(|_| !again).and_then(cache::read);
+    if let Some(kept) = kept.and_then(|bytes| serde_json::from_slice(&bytes).ok()) {
+        return Ok(kept);
+    }
+    eprintln!("measuring {} for about {BRIEF_S:.0} s; later runs use the result", device.info().id);
+    let mut options = ProfileOptions {
+        budget_s: Some(BRIEF_S),
+        points_max: Some(BRIEF_POINTS),
+        only: BRIEF_GROUPS.map(|group| group.name().to_owned()).into(),
+        measured_at: machine::now(),
+        ..ProfileOptions::new(ProfileLevel::Quick)
+    };
+    settle(device, &mut options);
+    if options.other_load {
+        eprintln!(
+            "warning: other processes use this machine now, so its rates come out too low; --again measures anew"
+        );
+    }
+    let document = with_progress(device, &options);
+    verdict(&document)?;
+    let profile = document.device_profile().context("neither memory bandwidth nor a product was measured")?;
+    let measured_on = document.measured_at.chars().take("2026-11-30".len()).collect();
+    let brief = BriefProfile { profile, measured_on };
+    let written = file.map(|file| cache::write(&file, &serde_json::to_vec(&brief)?));
+    if let Some(Err(error)) = written {
+        tracing::warn!(%error, "the profile cannot be kept; the next run measures again");
+    }
+    Ok(brief)
+}
+
+/// Sets what depends on the machine of a CPU.
+fn settle(device: &dyn Device, options: &mut ProfileOptions) {
+    if device.info().kind == DeviceKind::Cpu {
+        options.cold_bytes = machine::cold_bytes(options.cold_bytes);
+        options.other_load = machine::busy();
+    }
+}
+
 fn profile(args: &MeasureArgs) -> Result<()> {
     let mut options = options(args)?;
     for file in [&args.out, &args.html, &args.device_profile].into_iter().flatten() {
@@ -136,10 +195,7 @@ fn profile(args: &MeasureArgs) -> Result<()> {
     };
     let device = backends::open(&selector)?;
     options.model = operations(args, options.level, device.limits().kv_page_tokens)?;
-    if device.info().kind == DeviceKind::Cpu {
-        options.cold_bytes = machine::cold_bytes(options.cold_bytes);
-        options.other_load = machine::busy();
-    }
+    settle(&*device, &mut options);
     let document = with_progress(&*device, &options);
     let mut out = screen::output(args.json);
     if args.json {

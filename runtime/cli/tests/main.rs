@@ -14,6 +14,7 @@ mod engines;
 #[path = "../../engines/tests/fake.rs"]
 mod fake;
 #[cfg(feature = "fleet")]
+mod fit;
 mod fleet;
 mod forms;
 mod generate;

@@ -5,22 +5,17 @@ use super::comparison::{Basis, PartsComparison, is_in_doubt};
 use super::devices::{self, Compared, ComparedModel};
 use super::render::{json, page, table};
 use crate::failure::UsageError;
+use crate::model_shape::{self, SizedModel};
 use crate::{prices, screen};
 use anyhow::{Context, Result};
+use mixfleet_hal::DType;
 use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::economics::{PricePick, Selection};
 use mixfleet_hal::units::{Ordered, Seconds};
-use mixfleet_hal::{DType, StoredAs};
 use mixfleet_report::files::write_whole;
-use mixfleet_runtime::model::ModelConfig;
 use mixfleet_scheduler::classes::{Classified, Demand, Job, PricedDevice, classify};
-use mixfleet_scheduler::cost::ModelShape;
-use mixfleet_scheduler::models::find;
 use std::io::Write;
 use std::path::Path;
-
-/// Tokens per KV page assumed for a checkpoint; only the size of a page table depends on it.
-const PAGE_TOKENS: u32 = 16;
 
 pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     let comparison = compare(args)?;
@@ -91,28 +86,15 @@ fn compare(args: &CompareArgs) -> Result<PartsComparison> {
 
 /// The demand of a known model, or of the shape in a directory's `config.json`.
 fn model_demand(args: &CompareArgs) -> Result<Demand> {
-    let directory = Path::new(&args.model);
-    let is_gguf = directory.is_file() && directory.extension().is_some_and(|end| end == "gguf");
-    let (shape, tied_embeddings) = if directory.is_dir() || is_gguf {
-        let config = ModelConfig::open(directory)
-            .with_context(|| format!("cannot read the model's shape in {}", directory.display()))?;
-        let stored =
-            args.dtype.unwrap_or(config.format.map_or(StoredAs::Plain(config.dtype), StoredAs::Quantised));
-        let shape = config.cost_shape(stored.plain(), stored.kv(), PAGE_TOKENS);
-        let weight = stored.plain();
-        (ModelShape { weight, ..shape.stored_as(stored.format()) }, config.tied_embeddings)
-    } else {
-        let model = find(&args.model).map_err(|error| UsageError(format!("--model: {error}")))?;
-        for (flag, tokens) in [("prompt", args.prompt), ("context", args.context)] {
-            if tokens > model.context {
-                let (name, context) = (model.name, model.context);
-                let message =
-                    format!("--{flag}: {tokens} tokens are beyond the context of {name}, {context} tokens");
-                return Err(UsageError(message).into());
-            }
+    let SizedModel { name, shape, tied_embeddings, context_max } =
+        model_shape::of(&args.model, args.dtype).map_err(|error| error.context("--model"))?;
+    for (flag, tokens) in [("prompt", args.prompt), ("context", args.context)] {
+        if tokens > context_max && !model_shape::is_checkpoint(Path::new(&args.model)) {
+            let message =
+                format!("--{flag}: {tokens} tokens are beyond the context of {name}, {context_max} tokens");
+            return Err(UsageError(message).into());
         }
-        (model.shape_as(args.dtype.unwrap_or(StoredAs::Plain(DType::Bf16))), model.tied_embeddings)
-    };
+    }
     let kv = args.kv_dtype.unwrap_or(shape.kv);
     if kv == DType::U32 {
         return Err(UsageError("--kv-dtype: KV is in f32, bf16, f16, fp8 or int8".into()).into());

@@ -1,0 +1,84 @@
+//! `mixfleet fit` from outside.
+
+use serde_json::Value;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+fn fit(arguments: &[&str], cache: &str) -> Output {
+    let cache = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(cache);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_mixfleet"));
+    command.arg("fit").args(arguments).env("XDG_CACHE_HOME", cache).output().expect("the binary runs")
+}
+
+fn document(arguments: &[&str], cache: &str) -> Value {
+    let output = fit(&[arguments, &["--json"]].concat(), cache);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {errors}");
+    serde_json::from_slice(&output.stdout).expect("JSON on standard output")
+}
+
+fn row<'a>(document: &'a Value, model: &str, weights: &str) -> Option<&'a Value> {
+    let rows = document["fits"].as_array().expect("rows");
+    rows.iter().find(|row| row["model"] == model && row["weights"] == weights)
+}
+
+#[test]
+fn a_24_gb_card_holds_8b_in_bf16_and_70b_in_nothing() {
+    let document = document(&["--device", "rtx-4090"], "fit-card");
+    assert_eq!(document["schema"], "mixfleet.fit/1");
+    let small = row(&document, "llama-3.1-8b", "bf16").expect("8B fits");
+    let weights = small["weight_bytes"].as_f64().expect("bytes");
+    // 131,072 bytes of KV a token: 2 x 32 layers x 8 heads x 128 x 2 bytes
+    let room = document["memory_bytes"].as_f64().expect("bytes") * document["memory_share"].as_f64().unwrap();
+    assert_eq!(small["kv_tokens"].as_f64().unwrap(), ((room - weights) / 131_072.0).floor());
+    assert!((weights / 16.06e9 - 1.0).abs() < 0.01, "{weights}");
+    // decode reads all weights but the embedding's 1.05 GB for a token, at no more than the datasheet's 1,008 GB/s
+    let rate = small["decode_tokens_per_s"].as_f64().expect("a rate");
+    let roof = 1008e9 / (weights - 1.05e9);
+    assert!(rate < roof && rate > 0.7 * roof, "{rate} tokens/s, and the roof is {roof}");
+    let eight = small["decode_8_tokens_per_s"].as_f64().expect("eight sequences fit");
+    assert!(eight > 4.0 * rate && eight < 8.0 * rate, "{eight} of {rate}");
+    for weights in ["bf16", "fp8", "int4"] {
+        assert!(row(&document, "llama-3.1-70b", weights).is_none(), "{weights}");
+    }
+    let large = document["too_large"].as_array().expect("models");
+    let large = large.iter().find(|model| model["model"] == "llama-3.1-70b").expect("70B is named");
+    assert_eq!(large["weights"], "int4");
+}
+
+#[test]
+fn smaller_formats_decode_faster_and_leave_more_room() {
+    let document = document(&["--device", "l40s", "qwen3-8b"], "fit-formats");
+    let numbers = |weights: &str| {
+        let row = row(&document, "qwen3-8b", weights).expect("it fits");
+        [row["decode_tokens_per_s"].as_f64().unwrap(), row["kv_tokens"].as_f64().unwrap()]
+    };
+    let ordered = [numbers("bf16"), numbers("fp8"), numbers("int4")];
+    assert!(ordered.is_sorted_by(|a, b| a[0] < b[0] && a[1] < b[1]), "{ordered:?}");
+}
+
+#[test]
+fn a_device_of_this_machine_is_measured_once() {
+    let asked = ["--device", "cpu", "qwen3-0.6b", "--dtype", "bf16"];
+    let first = fit(&[&asked[..], &["--again"]].concat(), "fit-own");
+    let second = fit(&asked, "fit-own");
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(first.status.success() && second.status.success(), "{}", text(&first.stderr));
+    assert!(text(&first.stderr).contains("measuring"), "{}", text(&first.stderr));
+    assert!(!text(&second.stderr).contains("measuring"), "{}", text(&second.stderr));
+    assert_eq!(text(&first.stdout), text(&second.stdout));
+    assert!(text(&first.stdout).contains("qwen3-0.6b  bf16"), "{}", text(&first.stdout));
+}
+
+#[test]
+fn unknown_devices_and_models_are_usage_errors() {
+    for (arguments, message) in [
+        (&["--device", "rtx-4091"][..], "no device, part or file is called 'rtx-4091'; closest: RTX-4090"),
+        (&["--device", "l4", "qwen3-9b"][..], "closest"),
+    ] {
+        let output = fit(arguments, "fit-errors");
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {errors}");
+        assert!(errors.contains(message), "{errors}");
+    }
+}
