@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 skip() { echo "SKIPPED: digest: $1" >&2; exit 3; }
 model=${1:-}
 case $model in
-"" | -*) sed -n '2,8s/^# \{0,1\}//p' "$0"; [ "$model" = --help ] && exit 0; exit 2 ;;
+"" | -*) sed -n '/^#!/d;/^#/!q;s/^# \{0,1\}//p' "$0"; [ "$model" = --help ] && exit 0; exit 2 ;;
 esac
 program=${MIXFLEET:-target/release/mixfleet}
 command -v python3 >/dev/null || skip "no python3"

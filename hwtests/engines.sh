@@ -23,7 +23,7 @@ cd "$(dirname "$0")/.."
 skip() { echo "SKIPPED: engines: $1" >&2; exit 3; }
 case ${1:-} in
 llamacpp | vllm | kvcanary | soak) ;;
-*) sed -n '2,18s/^# \{0,1\}//p' "$0"; [ "${1:-}" = --help ] && exit 0; exit 2 ;;
+*) sed -n '/^#!/d;/^#/!q;s/^# \{0,1\}//p' "$0"; [ "${1:-}" = --help ] && exit 0; exit 2 ;;
 esac
 program=${MIXFLEET:-target/release/mixfleet}
 "$program" serve --help >/dev/null 2>&1 || skip "no $program; build it with cargo build --release"

@@ -17,7 +17,7 @@ while [ $# -gt 0 ]; do
     case $1 in
     --peers) peers=(vllm-router==0.1.17 smg==1.13.0 sglang-router==0.3.2) ;;
     --seconds | --rounds) [ $# -ge 2 ] || exit 2; arguments+=("$1" "$2"); shift ;;
-    *) sed -n '2,12s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
+    *) sed -n '/^#!/d;/^#/!q;s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
     esac
     shift
 done

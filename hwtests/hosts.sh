@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 skip() { echo "SKIPPED: three hosts: $1" >&2; exit 3; }
-case ${1:-} in --help | -h) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+case ${1:-} in --help | -h) sed -n '/^#!/d;/^#/!q;s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 [ "$(uname -s)" = Linux ] || skip "network namespaces are Linux's"
 [ "$(id -u)" = 0 ] || skip "network namespaces need root"
 for tool in ip etcd openssl python3; do

@@ -16,7 +16,7 @@ options=()
 for word in "$@"; do
     case $word in
     --short | --json) options+=("$word") ;;
-    *) sed -n '2,11s/^# \{0,1\}//p' "$0"; [ "$word" = --help ] && exit 0; exit 2 ;;
+    *) sed -n '/^#!/d;/^#/!q;s/^# \{0,1\}//p' "$0"; [ "$word" = --help ] && exit 0; exit 2 ;;
     esac
 done
 program=${MIXFLEET:-target/release/mixfleet} traces=${TRACES:-../shared/data/traces}

@@ -16,7 +16,7 @@ cd "$(dirname "$0")/.."
 skip() { echo "SKIPPED: overlap: $1" >&2; exit 3; }
 model=${1:-}
 case $model in
-"" | -*) sed -n '2,11s/^# \{0,1\}//p' "$0"; [ "$model" = --help ] && exit 0; exit 2 ;;
+"" | -*) sed -n '/^#!/d;/^#/!q;s/^# \{0,1\}//p' "$0"; [ "$model" = --help ] && exit 0; exit 2 ;;
 esac
 program=${MIXFLEET:-target/release/mixfleet}
 tokens=${TOKENS:-2048} chunk=${CHUNK:-512} factor=${FACTOR:-2} rounds=${ROUNDS:-3}

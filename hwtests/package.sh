@@ -98,6 +98,6 @@ static() {
 }
 
 case ${1:-} in
-binary | deb | static) [ $# = 1 ] || { sed -n '2,12p' "$0"; exit 2; }; "$1" ;;
-*) sed -n '2,12s/^# \{0,1\}//p' "$0"; [ "${1:-}" = --help ] && exit 0; exit 2 ;;
+binary | deb | static) [ $# = 1 ] || { sed -n '/^#!/d;/^#/!q;s/^# \{0,1\}//p' "$0"; exit 2; }; "$1" ;;
+*) sed -n '/^#!/d;/^#/!q;s/^# \{0,1\}//p' "$0"; [ "${1:-}" = --help ] && exit 0; exit 2 ;;
 esac

@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 
 skip() { echo "SKIPPED: page: $1" >&2; exit 3; }
 case ${1:-} in
--*) sed -n '2,8s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
+-*) sed -n '/^#!/d;/^#/!q;s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
 esac
 pictures=${1:-target/page}
 program=${MIXFLEET:-target/release/mixfleet}

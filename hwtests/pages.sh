@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 
 skip() { echo "SKIPPED: pages: $1" >&2; exit 3; }
 case ${1:-} in
--*) sed -n '2,10s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
+-*) sed -n '/^#!/d;/^#/!q;s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
 esac
 pages=${1:-target/pages}
 program=${MIXFLEET:-target/release/mixfleet}

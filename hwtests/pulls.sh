@@ -10,7 +10,7 @@
 # each returns (6).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-case ${1:-} in --help) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+case ${1:-} in --help) sed -n '/^#!/d;/^#/!q;s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 
 skip() { echo "SKIPPED: pulls: $1" >&2; exit 3; }
 program=${MIXFLEET:-target/release/mixfleet}

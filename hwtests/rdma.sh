@@ -23,7 +23,7 @@ case ${1:-} in
 --wire) serve="" ;;
 --serve) wire="" ;;
 --here) here=1 serve="" ;;
-*) sed -n '2,16s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
+*) sed -n '/^#!/d;/^#/!q;s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
 esac
 
 # by default with the features of test-all.sh, so that what that has built is not built anew

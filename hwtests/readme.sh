@@ -22,7 +22,7 @@ skip() { echo "SKIPPED: readme: $1" >&2; exit 3; }
 install=""
 [ "${1:-}" != --install ] || { install=--install; shift; }
 case ${1:-} in
--*) sed -n '2,19s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
+-*) sed -n '/^#!/d;/^#/!q;s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
 esac
 program=${MIXFLEET:-target/release/mixfleet}
 [ -n "$install" ] || "$program" plan --help >/dev/null 2>&1 || skip "no $program; build it with cargo build --release"

@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 
 skip() { echo "SKIPPED: walk-through: $1" >&2; exit 3; }
 case ${1:-} in
--*) sed -n '2,8s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
+-*) sed -n '/^#!/d;/^#/!q;s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
 esac
 out=${1:-target/walkthrough}
 program=${MIXFLEET:-target/release/mixfleet}

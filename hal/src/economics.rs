@@ -4,7 +4,7 @@
 
 mod reference;
 
-pub use reference::{REFERENCE_OFFERS, ReferenceOffer, reference_offer};
+pub use reference::{PriceSupport, REFERENCE_OFFERS, ReferenceOffer, reference, reference_offer};
 
 use crate::catalog::{Part, is_claim};
 use crate::profile::DeviceProfile;
@@ -70,6 +70,8 @@ pub struct Price {
     pub usd_per_hour: UsdPerHour,
     /// The rule, the number of offers and their dates, for display.
     pub basis: String,
+    /// The date of the newest offer, as `YYYY-MM-DD`, if known.
+    pub date: Option<String>,
 }
 
 impl Selection {
@@ -109,7 +111,8 @@ impl Selection {
             count => format!(", {count} {spot}offers"),
         };
         let basis = format!("{rule}{many}{}", dates(&counted));
-        Some(Price { usd_per_hour, basis })
+        let date = counted.iter().filter_map(|offer| offer.date.clone()).max();
+        Some(Price { usd_per_hour, basis, date })
     }
 }
 

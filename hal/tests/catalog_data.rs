@@ -1,7 +1,8 @@
 //! The restated facts against the collection they were taken from, where it is at hand.
 
 use mixfleet_hal::catalog::{self, Confidence, Part, PartKind};
-use mixfleet_hal::economics::REFERENCE_OFFERS;
+use mixfleet_hal::economics::{HYPERSCALERS, PriceSupport, REFERENCE_OFFERS};
+use std::collections::BTreeSet;
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -108,6 +109,32 @@ fn every_built_in_price_is_the_collections() {
         compared += 1;
     }
     assert!(compared >= 30, "{compared} prices compared");
+}
+
+/// Clouds that rent out the devices of single owners.
+const MARKETPLACES: [&str; 5] = ["akash", "salad", "spheron", "vast", "vast-ai"];
+
+#[test]
+fn every_price_has_the_providers_of_the_collection() {
+    let Some(rows) = rows("gpu-prices.csv") else { return };
+    for offer in REFERENCE_OFFERS {
+        let offers = rows.iter().filter(|row| {
+            row["device_id"] == offer.id
+                && number(row, "price_hourly").is_some()
+                && number(row, "gpu_count").is_some_and(|count| count > 0.0)
+        });
+        let clouds: BTreeSet<&str> = offers.map(|row| row["cloud"].as_str()).collect();
+        let (markets, clouds): (Vec<&str>, Vec<&str>) =
+            clouds.into_iter().partition(|cloud| MARKETPLACES.contains(cloud));
+        let others = clouds.iter().filter(|cloud| !HYPERSCALERS.contains(cloud)).count();
+        let expected = match (others, clouds.is_empty(), markets.is_empty()) {
+            (0, true, true) => PriceSupport::Estimate,
+            (0, true, false) => PriceSupport::Marketplaces,
+            (0, false, _) => PriceSupport::Hyperscalers,
+            _ => PriceSupport::Clouds(u32::try_from(others).expect("few")),
+        };
+        assert_eq!(offer.support, expected, "{}", offer.id);
+    }
 }
 
 #[test]

@@ -1,16 +1,37 @@
 //! Reads dated offers from a CSV file.
 
+use crate::machine;
 use anyhow::{Context, Result, anyhow};
 use csv::StringRecord;
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::catalog;
-use mixfleet_hal::economics::Offer;
+use mixfleet_hal::economics::{Offer, Price};
 use mixfleet_hal::files::{self, TEXT_BYTES_MAX};
 use mixfleet_hal::units::UsdPerHour;
 use std::path::Path;
 
 const COLUMNS: &str = "device_id, price_hourly and/or spot_hourly; optional: gpu_count, cloud, region, \
                        instance, tier, date, source";
+
+/// Age in days beyond which a price is marked as old.
+pub(crate) const OLD_DAYS: i64 = 120;
+
+/// Age in days of a price's newest offer, today; none without a date.
+pub(crate) fn age_days(price: &Price) -> Option<i64> {
+    Some(day_number(&machine::now())? - day_number(price.date.as_deref()?)?)
+}
+
+/// Days since 1970-01-01 of a text that begins with `YYYY-MM-DD`; Hinnant, "chrono-compatible low-level date
+/// algorithms" (2013).
+fn day_number(date: &str) -> Option<i64> {
+    let mut fields = date.get(..10)?.split('-').map(str::parse::<i64>);
+    let [year, month, day] = [fields.next()?.ok()?, fields.next()?.ok()?, fields.next()?.ok()?];
+    let valid = (1..=12).contains(&month) && (1..=31).contains(&day);
+    let year = if month <= 2 { year - 1 } else { year };
+    let (era, of_era) = (year.div_euclid(400), year.rem_euclid(400));
+    let of_year = (153 * ((month + 9) % 12) + 2) / 5 + day - 1;
+    valid.then(|| era * 146_097 + of_era * 365 + of_era / 4 - of_era / 100 + of_year - 719_468)
+}
 
 /// The offers of a file, and the line at which each device was first named.
 #[derive(Debug, Default)]
@@ -295,6 +316,17 @@ mod tests {
         assert!(warnings("", &[])[0].contains("no offers below the header"));
         assert_eq!(warnings("L4,\"1\",\n", &[]), Vec::<String>::new());
         assert_eq!(PriceList::default().warnings(&[]), Vec::<String>::new());
+    }
+
+    #[test]
+    fn days_are_counted_over_leap_years_and_bad_dates_have_none() {
+        for (date, days) in [("1970-01-01", 0), ("2000-02-29", 11_016), ("2026-05-24T10:00:00Z", 20_597)] {
+            assert_eq!(day_number(date), Some(days), "{date}");
+        }
+        assert_eq!(day_number("2026-03-01").unwrap() - day_number("2026-02-28").unwrap(), 1);
+        for bad in ["", "2026", "2026-13-01", "2026-00-10", "spring 2026", "2026-0a-01"] {
+            assert_eq!(day_number(bad), None, "{bad}");
+        }
     }
 
     /// The built-in prices follow from the documented rule and their source collection, up to how that

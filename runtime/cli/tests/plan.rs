@@ -333,6 +333,33 @@ fn what_has_no_offer_or_is_not_in_stock_is_not_taken() {
     fails(&run(&many, &["--inventory", &one]), 1, &["the inventory binds", "% of the load"]);
 }
 
+/// Parts that only a marketplace or a paper prices are named, and taken only on request.
+#[test]
+fn default_plans_take_parts_that_providers_list() {
+    let mut all = STEADY.to_vec();
+    let parts = all.iter().position(|argument| *argument == "--parts").expect("named parts");
+    all.drain(parts..parts + 2);
+    all.extend(["--budget-s", "1"]);
+    let unlisted = |more: &[&str]| {
+        let output = run(&all, &[more, &["--json"]].concat());
+        let document: Value = serde_json::from_slice(&output.stdout).expect("JSON on standard output");
+        let names = document["unlisted"].as_array().expect("names").clone();
+        for fleet in document["fleets"].as_array().expect("fleets") {
+            for name in &names {
+                assert_eq!(devices(fleet, name.as_str().unwrap()), 0, "{name}");
+            }
+        }
+        names
+    };
+    let estimates = ["A800-SXM-80GB", "H800-SXM-80GB", "H20-96GB"];
+    let has = |names: &[Value], id: &str| names.iter().any(|name| name == id);
+    let default = unlisted(&[]);
+    assert!(has(&default, "RTX-3060-12GB") && estimates.iter().all(|id| has(&default, id)), "{default:?}");
+    let market = unlisted(&["--marketplaces"]);
+    assert!(!has(&market, "RTX-3060-12GB") && estimates.iter().all(|id| has(&market, id)), "{market:?}");
+    assert!(unlisted(&["--marketplaces", "--estimates"]).is_empty());
+}
+
 #[test]
 fn several_models_share_an_inventory_and_each_has_its_own_load_and_files() {
     let directory = scratch("plan-several");

@@ -51,7 +51,7 @@ fn a_written_plan_has_the_room_the_times_and_the_rate_by_which_it_was_counted() 
         let layout = layout.by_member();
         let market = Market::new(ask(model, skew));
         let pool = |duty, count| PlannedPool { part: 0, layout, attends: None, spare: None, duty, count };
-        let prices = [Price { usd_per_hour: UsdPerHour(2.69), basis: "a list".into() }];
+        let prices = [Price { usd_per_hour: UsdPerHour(2.69), basis: "a list".into(), date: None }];
         let text = PlannedText { market: &market, prices: &prices };
         let pools = [pool(Duty::Prefill, 8), pool(Duty::Decode, 1)];
         let text = text.of(&pools, BF16, &PlannedTiers::default(), Policy::default());

@@ -171,7 +171,7 @@ fn what_a_plan_writes_lends_as_the_plan_has_it() {
     let kernels = PartKernels::of(part(H100).unwrap());
     for (counts, share) in [([1, 1], 0.5), ([3, 1], 0.5), ([1, 2], 2.0 / 3.0)] {
         let (market, pools) = planned(counts);
-        let prices = [Price { usd_per_hour: UsdPerHour(2.69), basis: "a list".into() }];
+        let prices = [Price { usd_per_hour: UsdPerHour(2.69), basis: "a list".into(), date: None }];
         let text = PlannedText { market: &market, prices: &prices };
         let write = |pools: &[PlannedPool]| {
             let stored = StoredAs::Plain(DType::Bf16);

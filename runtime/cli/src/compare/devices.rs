@@ -238,7 +238,7 @@ pub(super) fn state_prices(devices: &mut [Compared], stated: &[DevicePrice]) -> 
             .into());
         };
         let basis = "stated on the command line".to_string();
-        device.price = Some(Price { usd_per_hour: UsdPerHour(*usd_per_hour), basis });
+        device.price = Some(Price { usd_per_hour: UsdPerHour(*usd_per_hour), basis, date: None });
     }
     Ok(())
 }

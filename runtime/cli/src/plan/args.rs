@@ -44,6 +44,12 @@ pub(crate) struct PlanArgs {
     /// Offers in place of built-in prices (docs/reference/compare.md)
     #[arg(long, value_name = "CSV")]
     pub(super) prices: Option<PathBuf>,
+    /// Choose also from parts that only marketplaces rent out, if no part is named
+    #[arg(long)]
+    pub(super) marketplaces: bool,
+    /// Choose also from parts whose built-in price is a paper's estimate, if no part is named
+    #[arg(long)]
+    pub(super) estimates: bool,
     /// Available devices; columns device_id, count [, region, spot]
     #[arg(long, value_name = "CSV")]
     pub(super) inventory: Option<PathBuf>,

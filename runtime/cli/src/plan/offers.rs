@@ -7,7 +7,7 @@ use crate::failure::UsageError;
 use crate::{own_devices, prices};
 use anyhow::{Context, Result};
 use mixfleet_hal::catalog::{self, Part, PartKind};
-use mixfleet_hal::economics::{Offer, Price, Selection};
+use mixfleet_hal::economics::{Offer, Price, PriceSupport, Selection, reference};
 use mixfleet_hal::units::UsdPerHour;
 use mixfleet_scheduler::plan::offer::OfferedPart;
 use mixfleet_scheduler::plan::regions::RegionLink;
@@ -27,6 +27,8 @@ pub(super) struct PlanOffers {
     pub(super) without_offer: Vec<String>,
     /// Parts with an offer but without published kernel times, not named in --parts.
     pub(super) without_kernels: Vec<String>,
+    /// Parts whose built-in price no provider lists, and which nobody named.
+    pub(super) unlisted: Vec<String>,
     pub(super) warnings: Vec<String>,
 }
 
@@ -53,6 +55,7 @@ impl PlanOffers {
             links: args.links.as_deref().map(tables::links).transpose()?.unwrap_or_default(),
             without_offer: Vec::new(),
             without_kernels: Vec::new(),
+            unlisted: Vec::new(),
             warnings: list.warnings(&[]),
         };
         for part in wanted {
@@ -64,6 +67,9 @@ impl PlanOffers {
                 match price(&term, &list.offers) {
                     Some(_) if !named && part.reached_profile().is_none() => {
                         offers.without_kernels.push(term.name());
+                    }
+                    Some(_) if !named && list.offers.is_empty() && !is_listed(args, part) => {
+                        offers.unlisted.push(term.name());
                     }
                     Some(price) => {
                         offers.parts.push(OfferedPart { usd_per_hour: price.usd_per_hour, owned, ..term });
@@ -113,6 +119,15 @@ impl PlanOffers {
             let names = alone.join(", ");
             format!("no link joins {names} to another region, so that no KV goes there or comes from there (--links)")
         })
+    }
+}
+
+/// Whether a provider lists the part at its built-in price, or the user takes such a price without one.
+fn is_listed(args: &PlanArgs, part: &Part) -> bool {
+    match reference(part.id).map(|entry| entry.support) {
+        Some(PriceSupport::Marketplaces) => args.marketplaces,
+        Some(PriceSupport::Estimate) => args.estimates,
+        Some(PriceSupport::Clouds(_) | PriceSupport::Hyperscalers) | None => true,
     }
 }
 

@@ -37,7 +37,7 @@ fn kv_is_what_the_devices_that_attend_hold_and_the_rent_that_of_all() {
     let mut repriced = fleet("llama-3.1-70b", &format!("{APART}attn_devices = 2")).unwrap();
     let price = |id: &str| {
         let usd_per_hour = mixfleet_hal::units::UsdPerHour(if id == "RTX-4090" { 0.5 } else { 2.0 });
-        Some(mixfleet_hal::economics::Price { usd_per_hour, basis: id.into() })
+        Some(mixfleet_hal::economics::Price { usd_per_hour, basis: id.into(), date: None })
     };
     repriced.reprice(&price).unwrap();
     assert_eq!(repriced.pools[0].usd_per_hour, Some(9.0));

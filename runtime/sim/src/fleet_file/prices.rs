@@ -56,7 +56,11 @@ mod tests {
     }
 
     fn half_a_dollar(id: &str) -> Option<Price> {
-        (id == "L40S").then(|| Price { usd_per_hour: UsdPerHour(0.5), basis: "a list, 2026-11-01".into() })
+        (id == "L40S").then(|| Price {
+            usd_per_hour: UsdPerHour(0.5),
+            basis: "a list, 2026-11-01".into(),
+            date: None,
+        })
     }
 
     #[test]

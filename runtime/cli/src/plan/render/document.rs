@@ -73,6 +73,7 @@ pub(in crate::plan) fn of(planned: &Planned<'_>) -> Value {
         "shortfall": outcome.shortfall,
         "nearest": outcome.nearest.as_ref().map(|nearest| self::fleet(planned, nearest)),
         "without_offer": offers.without_offer,
+        "unlisted": offers.unlisted,
         "without_kernels": offers.without_kernels,
         "warnings": offers.warnings,
     })

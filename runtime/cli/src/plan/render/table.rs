@@ -3,6 +3,7 @@
 use super::Planned;
 use super::document::{self, missed, usd_per_million, with_one_less};
 use crate::plan::tiers;
+use crate::prices;
 use crate::screen::word;
 use mixfleet_hal::units::UsdPerHour;
 use mixfleet_planner::found::{ApartFound, ProvenFleet};
@@ -48,6 +49,11 @@ pub(in crate::plan) fn of(planned: &Planned<'_>, started: Option<&str>) -> Strin
         "without kernels",
         &offers.without_kernels,
         "; no published timings: name them in --parts to include",
+    );
+    not_candidates(
+        "not listed",
+        &offers.unlisted,
+        "; add --marketplaces or --estimates, or name them in --parts",
     );
     if let Some(best) = outcome.fleets.first() {
         fleets(&mut text, planned);
@@ -189,7 +195,9 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: 
         if !told.contains(&part) {
             let title = if told.is_empty() { "prices" } else { "" };
             let (name, price) = (offers.parts[part].name(), &offers.prices[part]);
-            line(title, format!("{name} ${:.3}/h: {}", price.usd_per_hour.0, price.basis));
+            let old = prices::age_days(price).filter(|days| *days > prices::OLD_DAYS);
+            let old = old.map_or_else(String::new, |days| format!(" ({days} days old)"));
+            line(title, format!("{name} ${:.3}/h: {}{old}", price.usd_per_hour.0, price.basis));
             told.push(part);
         }
     }
