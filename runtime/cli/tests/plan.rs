@@ -339,7 +339,7 @@ fn default_plans_take_parts_that_providers_list() {
     let mut all = STEADY.to_vec();
     let parts = all.iter().position(|argument| *argument == "--parts").expect("named parts");
     all.drain(parts..parts + 2);
-    all.extend(["--budget-s", "1"]);
+    *all.last_mut().expect("a budget") = "10";
     let unlisted = |more: &[&str]| {
         let output = run(&all, &[more, &["--json"]].concat());
         let document: Value = serde_json::from_slice(&output.stdout).expect("JSON on standard output");
