@@ -57,14 +57,47 @@ FAMILIES = {
                         routed_scaling_factor=16.0, **LATENT, **MIXTURE),
     "deepseek-v3": dict(model_type="deepseek_v3", q_lora_rank=40, n_group=4, topk_group=2, routed_scaling_factor=2.5,
                         rope_parameters=yarn(mscale=1.0, mscale_all_dim=1.0), **LATENT, **MIXTURE),
+    "phi3": dict(model_type="phi3", pad_token_id=None),
+    "phi3-window": dict(model_type="phi3", sliding_window=9, pad_token_id=None),
+    "phi4-mini": dict(model_type="phi3", tie_word_embeddings=True, pad_token_id=None, original_max_position_embeddings=256,
+                      rope_parameters=dict(rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.75,
+                                           short_factor=[1.0, 1.05, 1.1, 1.2, 1.4, 1.8], long_factor=[1.0, 2.0, 4.0, 8.0, 12.0, 16.0])),
+    "smollm3": dict(model_type="smollm3", num_hidden_layers=4, pad_token_id=None),
+    "granite": dict(model_type="granite", embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.015625,
+                    logits_scaling=8.0),
+    "granite-tied": dict(model_type="granite", attention_bias=True, mlp_bias=True, residual_multiplier=0.5, attention_multiplier=0.3,
+                         embedding_multiplier=0.8, tie_word_embeddings=True),
+    "olmo2": dict(model_type="olmo2", pad_token_id=None),
+    "olmo3": dict(model_type="olmo3", num_hidden_layers=5, sliding_window=9, pad_token_id=None, attention_bias=True,
+                  rope_parameters=dict(full_attention=yarn(), sliding_attention=dict(rope_type="default", rope_theta=10000.0))),
+    "olmoe": dict(model_type="olmoe", num_experts=8, num_experts_per_tok=2, intermediate_size=48, pad_token_id=None),
+    "gemma": dict(model_type="gemma", head_dim=32, num_key_value_heads=1, tie_word_embeddings=False, pad_token_id=None),
+    "gemma3": dict(model_type="gemma3_text", head_dim=32, sliding_window=9, query_pre_attn_scalar=24, num_hidden_layers=4, tie_word_embeddings=False,
+                   pad_token_id=None,
+                   layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+                   rope_parameters=dict(full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1000000.0),
+                                        sliding_attention=dict(rope_type="default", rope_theta=10000.0))),
+    "gemma3-images": dict(model_type="gemma3", text_config=dict(model_type="gemma3_text", head_dim=32, sliding_window=9, tie_word_embeddings=False),
+                          tie_word_embeddings=False, mm_tokens_per_image=4, vision_config=dict(
+                              hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=8)),
+    "glm": dict(model_type="glm", head_dim=32, pad_token_id=None),
     "glm4": dict(model_type="glm4", head_dim=32, pad_token_id=None),
+    "exaone4": dict(model_type="exaone4", sliding_window=None, layer_types=["full_attention"] * 3),
+    "exaone4-window": dict(model_type="exaone4", num_hidden_layers=5, sliding_window=9),
+    "ministral": dict(model_type="ministral", head_dim=32, sliding_window=9,
+                      layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+    "ministral3": dict(model_type="ministral3", head_dim=32, rope_parameters=dict(
+        rope_type="yarn", factor=8.0, original_max_position_embeddings=256, rope_theta=1000000.0, beta_fast=32.0, beta_slow=1.0,
+        mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1)),
 }
 
 
 def tokenizer():
-    """One token per byte, which nothing here is encoded with."""
+    """One token per byte and one more, which nothing here is encoded with."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    t = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(["<|bos|>", "<|end|>", *alphabet])}, merges=[]))
+    # GGUF files have merges
+    names = ["<|bos|>", "<|end|>", *alphabet, "ab"]
+    t = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(names)}, merges=[("a", "b")]))
     t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     t.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=t, bos_token="<|bos|>", eos_token="<|end|>")
@@ -73,12 +106,17 @@ def tokenizer():
 @torch.no_grad()
 def make(name, folder):
     torch.manual_seed(SEED)
-    config = AutoConfig.for_model(**{**COMMON, **FAMILIES[name]})
+    fields = dict(FAMILIES[name])
+    if "text_config" in fields:
+        fields["text_config"] = {**COMMON, **fields["text_config"]}
+    else:
+        fields = {**COMMON, **fields}
+    config = AutoConfig.for_model(**fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     for part, p in [*model.named_parameters(), *model.named_buffers()]:
-        # noise in what transformers fills with 0 or 1, and routers whose scores are well apart
+        # noise in what transformers fills with 0 or 1 (norms of Gemma are stored less one), and routers whose scores are well apart
         if "norm" in part and part.endswith("weight"):
-            p.normal_(1, 0.2)
+            p.normal_(0 if "gemma" in config.model_type else 1, 0.2)
         elif "sinks" in part:
             p.normal_(0, 1)
         elif "bias" in part:

@@ -47,7 +47,9 @@ def main():
             is_group = devices.startswith(("tp:", "pp:", "attn:"))
             prefill, _, decode = (devices, "", "") if is_group else devices.partition(",")
             for case in json.loads(golden.read_text())["cases"]:
-                runs.append((golden.parent, devices, case, run_of(golden.parent, prefill, decode or prefill, case)))
+                gguf = golden.parent / "model.gguf"
+                model = gguf if gguf.exists() else golden.parent
+                runs.append((golden.parent, devices, case, run_of(model, prefill, decode or prefill, case)))
     if not runs:
         sys.stderr.write(f"golden.py: no fixtures in {args.fixtures}; name their folder with --fixtures\n")
         sys.exit(3)

@@ -1,4 +1,4 @@
-// add, silu_mul, clamped_swiglu, combine, rope, embed: one thread per VEC elements (rope: per VEC pairs);
+// add, silu_mul, gelu_mul, clamped_swiglu, combine, rope, embed: one thread per VEC elements (rope: per VEC pairs);
 // rope_part, copy_columns: one per pair or element; `count` threads in all. X, TABLE for embed, and VEC,
 // which divides rows.
 
@@ -25,6 +25,20 @@ KERNEL(GROUP) silu_mul(READS(X, gate), READS(X, up), WRITES(X, out), ulong count
     LOAD_VEC(X, gate, i * VEC, g);
     LOAD_VEC(X, up, i * VEC, u);
     for (uint j = 0; j < VEC; ++j) u[j] *= g[j] / (1.0f + EXP(-g[j]));
+    STORE_VEC(X, out, i * VEC, u);
+}
+
+// In the form with tanh: 1.5957691 is 2 sqrt(2 / pi), and 0.0713548 is 0.044715 times it.
+KERNEL(GROUP) gelu_mul(READS(X, gate), READS(X, up), WRITES(X, out), ulong count) {
+    START(gate);
+    START(up);
+    START(out);
+    const ulong i = EACH;
+    if (i >= count) return;
+    float g[VEC], u[VEC];
+    LOAD_VEC(X, gate, i * VEC, g);
+    LOAD_VEC(X, up, i * VEC, u);
+    for (uint j = 0; j < VEC; ++j) u[j] *= g[j] / (1.0f + EXP(-g[j] * (1.5957691f + 0.0713548128f * g[j] * g[j])));
     STORE_VEC(X, out, i * VEC, u);
 }
 

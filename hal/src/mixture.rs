@@ -217,7 +217,9 @@ impl OpSig {
             OpSig::CopyColumns { rows, cols, x, .. } => {
                 OpSig::Embed { tokens: rows, vocab: rows, hidden: cols, table: x, out: x }
             }
-            OpSig::ClampedSwiglu { elements, x, .. } => OpSig::SiluMul { elements, x },
+            OpSig::ClampedSwiglu { elements, x, .. } | OpSig::GeluMul { elements, x } => {
+                OpSig::SiluMul { elements, x }
+            }
             _ => return None,
         })
     }

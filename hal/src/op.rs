@@ -239,6 +239,14 @@ pub enum OpSig {
         /// Dtype of all three.
         x: DType,
     },
+    /// `out = gelu(gate) * up` in the form with tanh (Hendrycks & Gimpel 2016; Gemma): `gate / (1 + exp(-2 z))
+    /// * up` with `z = sqrt(2 / pi) (gate + 0.044715 gate^3)`. `gate`, `up`, `out [elements]`.
+    GeluMul {
+        /// Elements.
+        elements: u64,
+        /// Dtype of all three.
+        x: DType,
+    },
     /// `out = (min(max(up, -limit), limit) + 1) * g / (1 + exp(-alpha g))` with `g = min(gate, limit)`
     /// (gpt-oss). `gate_up [elements, 2]`: each gate before its up; `out [elements]`.
     ClampedSwiglu {
@@ -483,7 +491,7 @@ impl OpSig {
                 operands.push(exactly("out", Write, out, product(&[rows, head_dim])));
                 operands
             }
-            OpSig::SiluMul { elements, x } => vec![
+            OpSig::SiluMul { elements, x } | OpSig::GeluMul { elements, x } => vec![
                 exactly("gate", Read, x, elements),
                 exactly("up", Read, x, elements),
                 exactly("out", Write, x, elements),

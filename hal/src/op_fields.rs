@@ -124,6 +124,7 @@ operations! {
     "quantised_embed" QuantisedEmbed { tokens, vocab, hidden, table, out }
     "quantised_gemm" QuantisedGemm { m, n, k, weight, x, out, bias, accumulate }
     "copy_columns" CopyColumns { rows, cols, from, to, x }
+    "gelu_mul" GeluMul { elements, x }
 }
 
 structs! {

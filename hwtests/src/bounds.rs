@@ -105,6 +105,13 @@ fn elementwise(sig: &OpSig, before: &[Vec<f64>], want: f64, i: usize) -> f64 {
             let relative = EXP + 2.0 * U * gate + DIVIDE + gamma(2);
             rounded(x, want, relative * want.abs() + FLUSH * (1.0 + gate) * (1.0 + up))
         }
+        // as `SiluMul`; exp's argument is a polynomial of the gate, which rounds six times
+        OpSig::GeluMul { x, .. } => {
+            let (gate, up) = (before[0][i].abs(), before[1][i].abs());
+            let argument = gate * (1.6 + 0.072 * gate * gate);
+            let relative = EXP + 8.0 * U * argument.min(120.0) + DIVIDE + gamma(2);
+            rounded(x, want, relative * want.abs() + FLUSH * (1.0 + gate) * (1.0 + up))
+        }
         // as `SiluMul`, with one more rounding of exp's argument and a sum
         OpSig::ClampedSwiglu { alpha, limit, x, .. } => {
             let limit = f64::from(limit.0);

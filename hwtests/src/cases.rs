@@ -291,6 +291,7 @@ impl CaseBuilder {
         for x in DType::FLOATS {
             for &n in self.sweep().iter().chain(&[1009, 4096]) {
                 self.even(OpSig::SiluMul { elements: u64::from(n), x });
+                self.even(OpSig::GeluMul { elements: u64::from(n), x });
                 let (alpha, limit) = (Scalar(1.702), Scalar(7.0));
                 self.even(OpSig::ClampedSwiglu { elements: u64::from(n), alpha, limit, x });
                 self.even(OpSig::Add { elements: u64::from(n), x });

@@ -79,7 +79,9 @@ pub(crate) fn of(case: &Case) -> String {
             let sinks = if sinks > 0 { format!(".sinks{sinks}") } else { String::new() };
             format!("{out}.parts{parts}.r{rows}.d{head_dim}{sinks}")
         }
-        OpSig::SiluMul { elements, x } | OpSig::Add { elements, x } => format!("{x}.n{elements}"),
+        OpSig::SiluMul { elements, x } | OpSig::GeluMul { elements, x } | OpSig::Add { elements, x } => {
+            format!("{x}.n{elements}")
+        }
         OpSig::Sample { rows, cols, history, tops } => {
             let history = if history > 0 { format!(".history{history}") } else { String::new() };
             let tops = if tops > 0 { format!(".top{tops}") } else { String::new() };

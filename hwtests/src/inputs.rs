@@ -59,7 +59,7 @@ fn floats(case: &Case, operand: &Operand, n: usize, stream: &mut Stream) -> Vec<
             values.iter_mut().for_each(|v| *v *= 3.0)
         }
         // exp(100) overflows f32; so does exp of the most negative f16
-        (OpSig::SiluMul { .. }, "gate") => {
+        (OpSig::SiluMul { .. } | OpSig::GeluMul { .. }, "gate") => {
             for (i, v) in values.iter_mut().enumerate().filter(|(i, _)| i % 5 == 3) {
                 *v = [100.0, -100.0, 0.0, -30_000.0, -20.0][i / 5 % 5];
             }

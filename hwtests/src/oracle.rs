@@ -145,6 +145,12 @@ pub fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
                 out[i] = gate[i] / (1.0 + (-gate[i]).exp()) * up[i];
             }
         }
+        (OpSig::GeluMul { .. }, [gate, up, out]) => {
+            for i in 0..out.len() {
+                let z = (2.0 / std::f64::consts::PI).sqrt() * (gate[i] + 0.044715 * gate[i].powi(3));
+                out[i] = gate[i] / (1.0 + (-2.0 * z).exp()) * up[i];
+            }
+        }
         (OpSig::ClampedSwiglu { alpha, limit, .. }, [gate_up, out]) => {
             let (alpha, limit) = (f64::from(alpha.0), f64::from(limit.0));
             for (pair, out) in gate_up.chunks(2).zip(out) {

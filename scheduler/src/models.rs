@@ -4,6 +4,7 @@ mod dense;
 mod mixtures;
 
 use crate::cost::{Experts, LatentAttention, LinearAttention, ModelShape, ParameterCount};
+use crate::layers::LayerStyle;
 use mixfleet_hal::catalog::closest_names;
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{DType, StoredAs, WeightFormat};
@@ -187,6 +188,7 @@ impl KnownModel {
             // rotating part of a head costs as much as all of it, within the precision of any profile
             rotary: None,
             sinks: false,
+            style: LayerStyle::default(),
             format,
             experts: self.experts,
             latent: self.latent,

@@ -187,7 +187,7 @@ fn single(cmd: &Cmd, tuning: KernelTuning) -> OpenclStep {
         }
         OpSig::Copy { .. } => OpenclStep::Copy { from: cmd.args()[0].clone(), to: cmd.args()[1].clone() },
         OpSig::Fill { word, .. } => OpenclStep::Fill { to: cmd.args()[0].clone(), word },
-        OpSig::Add { elements, x } | OpSig::SiluMul { elements, x } => {
+        OpSig::Add { elements, x } | OpSig::SiluMul { elements, x } | OpSig::GeluMul { elements, x } => {
             let vec = vector(elements, tuning);
             args.push(Arg::U64(elements / vec));
             launch("elements.c", cmd.sig().name(), element_options(x, x, vec), args, each(elements / vec))

@@ -47,7 +47,9 @@ fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
     let latent = sig.kv().and_then(|kv| kv.latent);
     let of_kv = |plain, of_latents| if latent.is_some() { of_latents } else { plain };
     Some(match *sig {
+        // the interface has none of these
         OpSig::GroupedGemm { weight: MatrixKind::Quantised(_), .. }
+        | OpSig::GeluMul { .. }
         | OpSig::QuantisedEmbed { .. }
         | OpSig::QuantisedGemm { .. } => return None,
         OpSig::Embed { tokens, vocab, hidden, table, out } => {

@@ -52,6 +52,7 @@ fn sigs() -> Vec<OpSig> {
         OpSig::AttnDecode { sequences: 1, kv_tokens: 0, heads: 4, pages_max: 0, x: F32, kv: KV },
         OpSig::AttnMerge { parts: 1, rows: 2, head_dim: 3, sinks: 0, out: F16 },
         OpSig::SiluMul { elements: 1 << 33, x: F16 },
+        OpSig::GeluMul { elements: 7, x: Bf16 },
         OpSig::Add { elements: 5, x: F32 },
         OpSig::Sample { rows: 1, cols: 2, history: 0, tops: 20 },
         OpSig::Copy { bytes: 1 << 35 },

@@ -194,7 +194,7 @@ impl Planner {
         match (*sig, operands) {
             (OpSig::Copy { .. }, [from, to]) => self.copy(from, to),
             (OpSig::Fill { word, .. }, [to]) => self.fill(word, to)?,
-            (OpSig::Add { x, .. } | OpSig::SiluMul { x, .. }, [a, b, out]) => {
+            (OpSig::Add { x, .. } | OpSig::SiluMul { x, .. } | OpSig::GeluMul { x, .. }, [a, b, out]) => {
                 let kernel = Kernel::new(ShaderFile::Elements, sig.name(), GROUP)
                     .dtype("D0", x)
                     .dtype("D1", x)

@@ -98,6 +98,7 @@ pub(super) fn coordinates(sig: &OpSig) -> [f64; DIMENSIONS] {
         }
         OpSig::Combine { tokens, active, cols, .. } => [n(tokens), n(active), n(cols), 0.0, 0.0],
         OpSig::SiluMul { .. }
+        | OpSig::GeluMul { .. }
         | OpSig::ClampedSwiglu { .. }
         | OpSig::Add { .. }
         | OpSig::CopyColumns { .. }
@@ -163,6 +164,7 @@ fn narrowest(sig: &OpSig) -> DType {
         OpSig::Rope { x, .. }
         | OpSig::CopyColumns { x, .. }
         | OpSig::SiluMul { x, .. }
+        | OpSig::GeluMul { x, .. }
         | OpSig::ClampedSwiglu { x, .. }
         | OpSig::Combine { x, .. }
         | OpSig::Add { x, .. }

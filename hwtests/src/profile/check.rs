@@ -110,6 +110,7 @@ fn shrunk(sig: &OpSig) -> OpSig {
             OpSig::CopyColumns { rows: rows.min(17), cols, from, to, x }
         }
         OpSig::SiluMul { elements, x } => OpSig::SiluMul { elements: elements.min(1009), x },
+        OpSig::GeluMul { elements, x } => OpSig::GeluMul { elements: elements.min(1009), x },
         OpSig::Add { elements, x } => OpSig::Add { elements: elements.min(1009), x },
         OpSig::Sample { rows, cols, history, tops } => OpSig::Sample {
             rows: rows.min(17),

@@ -281,6 +281,7 @@ fn op_id(sig: &OpSig) -> String {
             format!("{name}.{out}.p{parts}.t{rows}.d{head_dim}")
         }
         OpSig::SiluMul { elements, x }
+        | OpSig::GeluMul { elements, x }
         | OpSig::Add { elements, x }
         | OpSig::ClampedSwiglu { elements, x, .. } => {
             format!("{name}.{x}.e{elements}")
@@ -425,6 +426,7 @@ fn small_op(kind: &str, dtype: DType, f: &mut NameFields, page_tokens: u32) -> O
             out: dtype,
         },
         "silu_mul" => OpSig::SiluMul { elements: f.long("e")?, x: dtype },
+        "gelu_mul" => OpSig::GeluMul { elements: f.long("e")?, x: dtype },
         "add" => OpSig::Add { elements: f.long("e")?, x: dtype },
         "clamped_swiglu" => OpSig::ClampedSwiglu {
             elements: f.long("e")?,

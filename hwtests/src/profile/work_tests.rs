@@ -17,6 +17,7 @@ const NAMES: [&str; 26] = [
     "kv_gather.bf16.t16.kv8.d128",
     "silu_mul.bf16.e4096",
     "clamped_swiglu.bf16.e4096",
+    "gelu_mul.bf16.e4096",
     "route.f32.t8.e128.a8",
     "grouped_gemm.bf16.r64.fan8.e16.touched2.n768.k2048",
     "combine.bf16.t8.a8.h2048",

@@ -12,7 +12,7 @@ use crate::common::{
 use mixfleet_hal::{Backend, DType, Device};
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
-use mixfleet_runtime::model::variants::tiny_variants;
+use mixfleet_runtime::model::variants::{styled_variants, tiny_variants};
 use mixfleet_runtime::model::{ChatMessage, ChatTemplate, Checkpoint, ModelConfig, Oracle, Tokenizer};
 use mixfleet_scheduler::cost::Prefill;
 use serde_json::Value;
@@ -380,7 +380,7 @@ fn fixtures_of_families_that_are_not_served_are_refused_in_words() {
 
 #[test]
 fn generated_checkpoints_give_the_oracles_tokens_on_every_placement() {
-    for (number, (name, random)) in tiny_variants().into_iter().enumerate() {
+    for (number, (name, random)) in tiny_variants().into_iter().chain(styled_variants()).enumerate() {
         let model = common::scratch(name);
         random.write(&model, 2).unwrap();
         let oracle = Oracle::new(&open(&model));

@@ -63,8 +63,9 @@ impl Arena {
     ) -> Result<Self> {
         let (tokens, sequences) = (u64::from(shape.tokens_max), u64::from(shape.sequences_max));
         let draw_words = sequences * (u64::from(PARAMETER_WORDS) + 1) + 1;
-        let inputs = (2 * tokens + sequences + draw_words) * 4
-            + 6 * alignment
+        // ids, positions and, in some models, the numbers of the rows
+        let inputs = (3 * tokens + sequences + draw_words) * 4
+            + 7 * alignment
             + if attends { attention_input_bytes(c, shape, sequences, alignment) } else { 0 };
         let room = BufferRoom { tokens, sequences, decodes: if attends { sequences } else { 0 } };
         let cost = c.cost_shape(shape.activations, shape.kv, shape.block_tokens);

@@ -2,15 +2,17 @@
 
 use super::experts::Mixture;
 use super::latent::LatentHeads;
+use super::stored::TensorLayout;
+use super::style::ModelScales;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{DType, KvShape, LatentKv, RotaryPart, Scalar, WeightFormat};
 use mixfleet_scheduler::batch::LayerPages;
 use mixfleet_scheduler::cost::{AttnSplit, ExpertsBy, MemberShare, ModelShape, Partition};
-use mixfleet_scheduler::layers::LayerConstants;
+use mixfleet_scheduler::layers::{LayerConstants, LayerStyle};
 use std::sync::Arc;
 
-/// A decoder of the Llama family: pre-norm blocks of grouped-query attention and SwiGLU, with the
-/// differences between Llama, Mistral, Qwen2 and Qwen3, and mixtures of experts, as fields.
+/// A decoder of the Llama family: blocks of grouped-query attention and SwiGLU, with the differences between
+/// families as fields.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// `model_type` of the checkpoint, for display.
@@ -34,7 +36,7 @@ pub struct ModelConfig {
     pub vocab: u32,
     /// Longest sequence, prompt and output together.
     pub context_max: u32,
-    /// Epsilon of every RMS norm.
+    /// Epsilon of every RMS norm but those of the residual stream (`scales`).
     pub norm_eps: f32,
     /// Whether q, k, v have biases (Qwen2, GLM-4-MoE).
     pub qkv_bias: bool,
@@ -42,7 +44,8 @@ pub struct ModelConfig {
     pub o_bias: bool,
     /// Whether gate, up, down have biases (Llama with `mlp_bias`).
     pub mlp_bias: bool,
-    /// Whether q and k are normalised per head before rope (Qwen3, the larger GLM-4-MoE).
+    /// Whether q and k are normalised before rope: per head (Qwen3, the larger GLM-4-MoE), or all heads
+    /// together (`style`).
     pub qk_norm: bool,
     /// The sink of each head of each layer, if heads have some (gpt-oss): `[layers, heads]`, and none of them
     /// before tensors were read.
@@ -57,6 +60,16 @@ pub struct ModelConfig {
     pub pages: LayerPages,
     /// Rotary position embedding of all of a head, or of its first part.
     pub rope: Rope,
+    /// That of the layers that have another one (`style`).
+    pub second_rope: Option<Rope>,
+    /// Whether pairs that rope turns are neighbours.
+    pub interleaved: bool,
+    /// What layers do beside what those of Llama do.
+    pub style: LayerStyle,
+    /// Numbers that the residual stream, scores and logits are multiplied by.
+    pub scales: ModelScales,
+    /// How its tensors are stored.
+    pub layout: TensorLayout,
     /// The dtype that most weights are stored in that are not quantised.
     pub dtype: DType,
     /// The format of the layers' matrices, if they are quantised.
@@ -80,11 +93,12 @@ impl ModelConfig {
         to_u32(2 * self.rope.inv_freq.len())
     }
 
-    /// The part of each head that is rotated, unless it is all of it.
+    /// The part of each head that is rotated, unless it is all of it, in halves.
     pub fn rotary(&self) -> Option<RotaryPart> {
         let length = self.rotated();
-        let is_part = self.latent.is_none() && length < self.head_dim;
-        is_part.then_some(RotaryPart { first: 0, length, interleaved: false })
+        let is_part = length < self.head_dim || self.interleaved;
+        let part = RotaryPart { first: 0, length, interleaved: self.interleaved };
+        (self.latent.is_none() && is_part).then_some(part)
     }
 
     /// The same with layers with a window in pages of their own, so that they keep no more than it.
@@ -149,6 +163,7 @@ impl ModelConfig {
             intermediate: to_u32(share.inner.len()),
             sinks: self.sinks.as_ref().map(|all| self.sinks_of(all, share)),
             experts: self.experts.as_ref().map(|experts| experts.of_member(share, self.intermediate)),
+            style: self.style.of_layers(&share.layers),
             ..self.clone()
         }
     }
@@ -176,6 +191,8 @@ impl ModelConfig {
         let counted = LayerConstants::default();
         LayerConstants {
             eps: Scalar(self.norm_eps),
+            stream_eps: Scalar(self.scales.stream_eps),
+            embedding_scale: Scalar(self.scales.embedding),
             clamp: self.experts.as_ref().and_then(|experts| experts.clamped).unwrap_or(counted.clamp),
             score_scale: self.latent.as_ref().map_or(counted.score_scale, |latent| latent.scale),
             first_expert: self.experts.as_ref().map_or(0, |experts| experts.held.start),
@@ -203,6 +220,7 @@ impl ModelConfig {
             qk_norm: self.qk_norm,
             rotary: self.rotary(),
             sinks: self.sinks.is_some(),
+            style: self.style.clone(),
             format: self.format,
             experts: self.experts.as_ref().map(Mixture::cost),
             latent: self.latent.as_ref().map(|latent| latent.lengths),

@@ -121,6 +121,7 @@ impl Mixture {
             "gpt_oss" => (128, 4, intermediate),
             "qwen2_moe" => (60, 4, 1408),
             "qwen3_moe" => (128, 8, 768),
+            "olmoe" => (64, 8, intermediate),
             _ => return Ok(None),
         };
         // transformers 4 and 5 spell it differently
@@ -134,12 +135,13 @@ impl Mixture {
             return Err(fields.error("num_experts_per_tok", problem));
         }
         let gpt_oss = family == "gpt_oss";
-        let uniform = family == "mixtral" || gpt_oss;
+        let always = family == "mixtral" || gpt_oss;
+        let uniform = always || family == "olmoe";
         let intermediate = match uniform {
             true => inner,
             false => fields.count("moe_intermediate_size", INNER_MAX)?.unwrap_or(inner),
         };
-        let normalise = uniform || fields.flag("norm_topk_prob", false)?;
+        let normalise = always || fields.flag("norm_topk_prob", false)?;
         let qwen2 = family == "qwen2_moe";
         let shared = match qwen2 {
             true => fields.count("shared_expert_intermediate_size", INNER_MAX)?.unwrap_or(5632),

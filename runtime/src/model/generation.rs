@@ -4,6 +4,7 @@ use super::error::Result;
 use super::fields::{Fields, read_object_if_present};
 use super::gguf::is_gguf;
 use mixfleet_hal::cast::{to_f32, to_u32};
+use serde_json::Value;
 use std::path::Path;
 
 /// Sampling parameters that a checkpoint names. As in vLLM, `do_sample` is not read: who wants the most
@@ -20,6 +21,51 @@ pub struct GenerationDefaults {
     pub min_p: Option<f32>,
     /// Divides the logits of tokens seen.
     pub repetition_penalty: Option<f32>,
+}
+
+/// Fields by which transformers changes which tokens are chosen, and that nothing here applies.
+const UNREAD: [&str; 24] = [
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "constraints",
+    "diversity_penalty",
+    "dola_layers",
+    "encoder_repetition_penalty",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "force_words_ids",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "guidance_scale",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "num_beams",
+    "penalty_alpha",
+    "sequence_bias",
+    "stop_strings",
+    "suppress_tokens",
+    "token_healing",
+    "top_h",
+    "typical_p",
+];
+/// Those of them that change nothing if they are 1; of the others 0, false and empty lists do not.
+const HARMLESS_ONES: [&str; 4] = ["encoder_repetition_penalty", "guidance_scale", "num_beams", "typical_p"];
+
+/// Whether a field's value leaves the choice of tokens as it is.
+fn is_harmless(field: &str, value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Number(number) => {
+            // a forced token may have any id
+            let harmless = if HARMLESS_ONES.contains(&field) { 1.0 } else { 0.0 };
+            number.as_f64() == Some(harmless) && !field.starts_with("forced_")
+        }
+        Value::Array(list) => list.is_empty(),
+        Value::Object(object) => object.is_empty(),
+        Value::Bool(true) | Value::String(_) => false,
+    }
 }
 
 impl GenerationDefaults {
@@ -42,6 +88,11 @@ impl GenerationDefaults {
             let wrong = || fields.error(name, format!("{value}, expected {bound}"));
             read.map(|number| Some(to_f32(number))).ok_or_else(wrong)
         };
+        let changes = |name: &&&str| fields.object.get(**name).is_some_and(|value| !is_harmless(name, value));
+        if let Some(name) = UNREAD.iter().find(changes) {
+            let problem = "not applied here, so that answers would be others; remove it to serve without it";
+            return Err(fields.error(name, problem));
+        }
         let top_k = match fields.get("top_k") {
             None => None,
             Some(value) => {
@@ -99,6 +150,33 @@ mod tests {
         }
         assert_eq!(open(r#"{"temperature": 3}"#).unwrap().temperature, Some(3.0));
         assert!(open("[").is_err());
+    }
+
+    #[test]
+    fn a_field_that_would_change_answers_is_refused() {
+        let directory = scratch("generation-unread");
+        let open = |text: &str| {
+            std::fs::write(directory.join("generation_config.json"), text).unwrap();
+            GenerationDefaults::open(&directory)
+        };
+        for (field, value) in [
+            ("no_repeat_ngram_size", "3"),
+            ("bad_words_ids", "[[7]]"),
+            ("suppress_tokens", "[1, 2]"),
+            ("begin_suppress_tokens", "[220]"),
+            ("forced_bos_token_id", "0"),
+            ("num_beams", "4"),
+            ("typical_p", "0.9"),
+            ("guidance_scale", "1.5"),
+            ("stop_strings", "\"END\""),
+            ("sequence_bias", "[[[5], -2.0]]"),
+        ] {
+            let error = open(&format!("{{\"{field}\": {value}}}")).unwrap_err().to_string();
+            assert!(error.contains(field) && error.contains("remove it"), "{error}");
+        }
+        let harmless = r#"{"num_beams": 1, "typical_p": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": [],
+            "bad_words_ids": null, "token_healing": false, "min_length": 0, "max_length": 4096, "do_sample": true}"#;
+        assert_eq!(open(harmless).unwrap(), GenerationDefaults::default());
     }
 
     #[test]

@@ -10,14 +10,15 @@ use super::attention::{Attention, AttentionInputs, AttentionTables, Reaches, att
 use super::bind::{Binder, BoundMemory};
 use super::draws::{DrawArena, DrawOutputs, draw_sizes};
 use super::expanded::{self, ExpandedTables};
-use super::rope_table::RopeTable;
+use super::rope_table::{RopeTable, RopeTables};
 pub use super::step::{StepInput, StepShape};
 use super::{ModelConfig, Weights};
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{Cmd, DType, Device, Error, Result, Slice};
 use mixfleet_scheduler::cost::{MemberShare, ModelShape};
 use mixfleet_scheduler::layers::{
-    Activation, AttentionSizes, DrawSizes, LayerConstants, LayerOps, StepTable, Weight, visible_keys,
+    Activation, AttentionSizes, DrawSizes, LayerConstants, LayerOps, NormPlacement, StepTable, Weight,
+    visible_keys,
 };
 use std::sync::Arc;
 
@@ -79,7 +80,7 @@ pub struct Forward {
     attention: Option<Attention>,
     arena: Arena,
     draws: Option<DrawArena>,
-    rope: Arc<RopeTable>,
+    rope: Arc<RopeTables>,
     alignment: u64,
     replay_pays: bool,
     /// Whether projections back to the residual stream add to it ([`LayerOps::adds`]).
@@ -91,6 +92,9 @@ pub(super) struct StepInputs {
     ids: Slice,
     positions: Slice,
     rotations: Slice,
+    second_rotations: Option<Slice>,
+    /// None where no operation reads them.
+    rows: Option<Slice>,
     attention: Option<AttentionInputs>,
     picks: Slice,
     draws: Option<DrawOutputs>,
@@ -103,6 +107,8 @@ impl StepInputs {
             StepTable::Ids => Some(&self.ids),
             StepTable::Positions => Some(&self.positions),
             StepTable::Rotations => Some(&self.rotations),
+            StepTable::SecondRotations => self.second_rotations.as_ref(),
+            StepTable::Rows => self.rows.as_ref(),
             StepTable::Picks => Some(&self.picks),
             _ => self.draws.as_ref()?.table(table),
         }
@@ -127,7 +133,7 @@ impl Forward {
         shape: StepShape,
     ) -> Result<Self> {
         let draws = DrawArena::new(device, config.vocab, shape.sequences_max)?;
-        let rope = Arc::new(RopeTable::new(device, &config, &shape)?);
+        let rope = Arc::new(RopeTable::both(device, &config, &shape)?);
         Forward::with(device, config, (Some(weights), rope), shape, draws, true)
     }
 
@@ -135,7 +141,7 @@ impl Forward {
     pub fn keeping(device: &dyn Device, config: Arc<ModelConfig>, shape: StepShape) -> Result<Self> {
         // no step runs, so activations take no room
         let least = StepShape { tokens_max: 1, sequences_max: 1, ..shape };
-        let rope = Arc::new(RopeTable::new(device, &config, &least)?);
+        let rope = Arc::new(RopeTable::both(device, &config, &least)?);
         Ok(Forward { shape, ..Forward::with(device, config, (None, rope), least, None, true)? })
     }
 
@@ -154,7 +160,7 @@ impl Forward {
             false => None,
         };
         let config = Arc::new(config.of_member(share));
-        let rope = Arc::new(RopeTable::new(device, &config, &shape)?);
+        let rope = Arc::new(RopeTable::both(device, &config, &shape)?);
         let whole = Forward::with(device, config, (Some(weights), rope), shape, draws, share.keeps_kv())?;
         let model = ModelShape { vocab: to_u32(share.vocab.len()), ..whole.model.clone() };
         // members of unlike devices have the same rows only if no device rounds them up
@@ -181,7 +187,7 @@ impl Forward {
     fn with(
         device: &dyn Device,
         config: Arc<ModelConfig>,
-        (weights, rope): (Option<Weights>, Arc<RopeTable>),
+        (weights, rope): (Option<Weights>, Arc<RopeTables>),
         shape: StepShape,
         draws: Option<DrawArena>,
         keeps_kv: bool,
@@ -352,8 +358,11 @@ impl Forward {
             }
             _ => None,
         };
+        let numbered = self.model.style.norms == NormPlacement::After;
         let inputs = StepInputs {
-            rotations: self.rope.table().clone(),
+            rotations: self.rope.main.table().clone(),
+            second_rotations: self.rope.second.as_ref().map(|table| table.table().clone()),
+            rows: numbered.then(|| packer.put_words(0..sizes.rows.tokens)),
             ids: packer.put_words(ids),
             positions: packer.put_words(positions.iter().copied()),
             attention,
@@ -362,7 +371,7 @@ impl Forward {
         };
         device.write(&self.arena.inputs.range(0, packer.bytes.len() as u64), &packer.bytes)?;
         self.arena.order_by_head(device, self.config.heads, sizes.rows.lifted())?;
-        self.rope.extend_to(device, &self.config.rope, positions.iter().copied().max().unwrap_or(0))?;
+        self.rope.extend_to(device, &self.config, positions.iter().copied().max().unwrap_or(0))?;
         Ok(inputs)
     }
 
@@ -376,9 +385,15 @@ impl Forward {
         Ok(list)
     }
 
-    /// Its operations.
+    /// Its operations that are of no layer.
     fn ops(&self) -> LayerOps<'_> {
-        LayerOps { shape: &self.model, constants: self.constants, adds: self.adds, joins: false }
+        self.ops_of(0)
+    }
+
+    /// Its operations of a layer.
+    fn ops_of(&self, layer: usize) -> LayerOps<'_> {
+        let rope = self.model.style.rope_of(layer);
+        LayerOps { shape: &self.model, constants: self.constants, adds: self.adds, joins: false, rope }
     }
 
     /// What binds about so many operations of layer `layer` to memory.
@@ -399,7 +414,7 @@ impl Forward {
         if self.weights()?.get(0, Weight::Embedding).is_some() {
             self.ops().embed(tokens, self.config.vocab, &mut list);
         }
-        self.ops().rotations(tokens, self.rope.positions(), &mut list);
+        self.ops().rotations(tokens, self.rope.main.positions(), &mut list);
         list.finish()
     }
 
@@ -412,7 +427,7 @@ impl Forward {
 
     /// The commands of layer `at` from the residual stream to attention's part of it.
     pub(super) fn attention_block(&self, at: usize, pass: &Pass) -> Result<Vec<Cmd>> {
-        let (ops, sizes, mut list) = (self.ops(), &pass.sizes.rows, self.binder(at, pass, 20)?);
+        let (ops, sizes, mut list) = (self.ops_of(at), &pass.sizes.rows, self.binder(at, pass, 20)?);
         ops.attention_inputs(sizes, &mut list);
         if let Some(attention) = &self.attention {
             ops.attend(attention.window(at), sizes, &mut list);
@@ -424,7 +439,7 @@ impl Forward {
     /// The commands of layer `at` from the residual stream to queries, keys and values.
     pub(super) fn attention_inputs(&self, at: usize, pass: &Pass) -> Result<Vec<Cmd>> {
         let mut list = self.binder(at, pass, 8)?;
-        self.ops().attention_inputs(&pass.sizes.rows, &mut list);
+        self.ops_of(at).attention_inputs(&pass.sizes.rows, &mut list);
         list.finish()
     }
 

@@ -8,11 +8,12 @@ use super::made::{MadeMatrix, SourceTensor};
 use super::names::{Cut, PlannedTensor};
 use super::quantisation::{Quantisation, float_dtype, side};
 use super::schemes::{FoundTensor, fused_experts};
+use super::stored::{self, NormFold, StoredTensor};
 use super::unread::ReadTensors;
-use super::{header, names};
+use super::{header, names, wrapped};
 use mixfleet_hal::cast::{to_f32, to_usize};
 use mixfleet_hal::{DType, FileMapper, HostMemory};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -46,6 +47,14 @@ pub(super) struct Location {
     pub(super) range: Range<usize>,
 }
 
+/// What of a stored tensor a planned one is.
+struct TensorPart {
+    shape: Vec<u64>,
+    /// All rows if none.
+    rows: Option<Range<u64>>,
+    fold: Option<NormFold>,
+}
+
 impl Location {
     /// Bytes of the whole tensor.
     pub(super) fn bytes(&self) -> u64 {
@@ -69,6 +78,23 @@ impl Location {
             Cut::Rows(rows) => len(rows) * self.row_bytes(),
             Cut::Columns(columns) => self.shape[0] * len(columns) * self.dtype.size_bytes(),
             Cut::RowsOfEach(rows, of) => self.shape[0] / of * len(rows) * self.row_bytes(),
+        }
+    }
+
+    /// The planned tensor that is these rows of it, changed by `fold`; one that is changed is put aside, in a
+    /// shard of that number.
+    fn planned(self, part: TensorPart, bytes: &[u8], aside: &mut AlignedBytes, number: usize) -> Self {
+        let TensorPart { shape, rows, fold } = part;
+        let row_bytes = self.row_bytes();
+        let start = self.range.start;
+        let byte = |row: u64| start + to_usize(row * row_bytes);
+        let range = rows.map_or(self.range.clone(), |rows| byte(rows.start)..byte(rows.end));
+        match fold {
+            None => Location { shape, range, ..self },
+            Some(fold) => {
+                let folded = fold.apply(self.dtype, bytes.get(range).unwrap_or_default());
+                Location { dtype: DType::F32, shape, shard: number, range: aside.append(&folded) }
+            }
         }
     }
 
@@ -146,17 +172,11 @@ impl Checkpoint {
         }
         OTHER_FILES.iter().try_for_each(|name| check_regular(&directory.join(name)))?;
         let mut config = ModelConfig::open(directory)?;
-        let read = ReadTensors::of(&config, has_drafts(directory)?);
+        let object = read_object_if_present(&directory.join("config.json"))?.unwrap_or_default();
+        let read = ReadTensors::of(&config, has_drafts(&object), wrapped::is_wrapped(&object));
+        let mut aside = AlignedBytes::default();
         let shards = open_shards(directory, mapper, &read)?;
-        let mut found: HashMap<&str, (usize, &header::Entry)> = HashMap::new();
-        for (i, shard) in shards.iter().enumerate() {
-            for (name, entry) in &shard.entries {
-                if let Some((other, _)) = found.insert(name, (i, entry)) {
-                    let problem = format!("also in {}", shards[other].file.display());
-                    return Err(Error::tensor(&shard.file, name, problem));
-                }
-            }
-        }
+        let found = found_tensors(&shards, &read)?;
         let quantisation = Quantisation::open(directory)?;
         let find = |name: &str| {
             let (shard, entry) = found.get(name)?;
@@ -165,7 +185,10 @@ impl Checkpoint {
             Some(FoundTensor { source, dtype: entry.dtype.clone(), shape: entry.shape.clone(), bytes })
         };
         let (mut tensors, mut made) = (HashMap::new(), BTreeMap::new());
-        for PlannedTensor { name, shape, weight, expert, .. } in names::tensors(&config) {
+        for planned in names::tensors(&config) {
+            let StoredTensor { name: stored, shape: stored_shape, rows, fold } =
+                stored::stored_tensor(&config, &planned);
+            let PlannedTensor { name, shape, weight, expert, .. } = planned;
             if weight.is_of_experts()
                 && expert.is_none()
                 && let Some(experts) = &config.experts
@@ -180,42 +203,53 @@ impl Checkpoint {
                 continue;
             }
             let plain =
-                found.get(name.as_str()).is_some_and(|(_, entry)| float_dtype(&entry.dtype).is_some());
-            let module = name.strip_suffix(".weight").filter(|_| !plain && shape.len() == 2);
+                found.get(stored.as_str()).is_some_and(|(_, entry)| float_dtype(&entry.dtype).is_some());
+            let module = stored.strip_suffix(".weight").filter(|_| !plain && shape.len() == 2);
             if let Some((module, scheme)) = module.and_then(|m| Some((m, quantisation.scheme(m)?))) {
-                let matrix = scheme.matrix(module, (side(shape[0]), side(shape[1])), &find);
+                let matrix = scheme.matrix(module, (side(stored_shape[0]), side(stored_shape[1])), &find);
                 let matrix =
                     matrix.map_err(|(tensor, problem)| Error::tensor(directory, &tensor, problem))?;
-                made.insert(name, matrix);
+                let matrix = match rows {
+                    Some(rows) => matrix.rows_of(rows),
+                    None => Ok(matrix),
+                };
+                made.insert(name, matrix.map_err(|problem| Error::tensor(directory, &stored, problem))?);
                 continue;
             }
-            let Some(&(shard, entry)) = found.get(name.as_str()) else {
-                let problem = format!("missing, expected {shape:?} for this {}", config.family);
-                return Err(Error::tensor(directory, &name, problem));
+            let Some(&(shard, entry)) = found.get(stored.as_str()) else {
+                let problem = format!("missing, expected {stored_shape:?} for this {}", config.family);
+                return Err(Error::tensor(directory, &stored, problem));
             };
-            let dtype = check(&shards[shard].file, &name, entry, &shape)?;
-            tensors.insert(name, Location { dtype, shape, shard, range: entry.range.clone() });
+            let dtype = check(&shards[shard].file, &stored, entry, &stored_shape)?;
+            let whole = Location { dtype, shape: stored_shape, shard, range: entry.range.clone() };
+            let bytes = shards[shard].memory.as_bytes();
+            let part = TensorPart { shape, rows, fold };
+            tensors.insert(name, whole.planned(part, bytes, &mut aside, shards.len()));
         }
         check_all_read(&shards, &read)?;
         if let Some(dtype) = most_common_dtype(&tensors) {
             config.dtype = dtype;
         }
-        let shards = shards.into_iter().map(|shard| shard.memory).collect();
+        let mut shards: Vec<_> = shards.into_iter().map(|shard| shard.memory).collect();
+        if !aside.as_bytes().is_empty() {
+            shards.push(Arc::new(aside));
+        }
         Ok(Checkpoint { config, shards, tensors, made }.with_sinks())
     }
 
-    /// A checkpoint of tensors in memory.
+    /// A checkpoint of tensors in memory, as they are stored.
     ///
     /// # Errors
     /// The error names the tensor that is missing or has another shape or size than `config` requires.
     pub fn from_parts(config: ModelConfig, parts: Vec<HostTensor>) -> Result<Self> {
         let place = Path::new("(memory)");
-        let mut parts: HashMap<String, HostTensor> =
+        let parts: HashMap<String, HostTensor> =
             parts.into_iter().map(|part| (part.name.clone(), part)).collect();
         let mut arena = AlignedBytes::default();
         let mut tensors = HashMap::new();
-        for (name, shape) in names::shapes(&config) {
-            let Some(part) = parts.remove(&name) else {
+        for planned in names::tensors(&config) {
+            let StoredTensor { name, shape, rows, fold } = stored::stored_tensor(&config, &planned);
+            let Some(part) = parts.get(&name) else {
                 return Err(Error::tensor(place, &name, format!("missing, expected {shape:?}")));
             };
             let needed = shape.iter().product::<u64>() * part.dtype.size_bytes();
@@ -229,8 +263,13 @@ impl Checkpoint {
                 );
                 return Err(Error::tensor(place, &name, problem));
             }
-            let range = arena.append(&part.bytes);
-            tensors.insert(name, Location { dtype: part.dtype, shape, shard: 0, range });
+            let whole = Location { dtype: part.dtype, shape, shard: 0, range: 0..part.bytes.len() };
+            let of = TensorPart { shape: planned.shape, rows, fold };
+            let Location { dtype, shape, range, .. } = whole.planned(of, &part.bytes, &mut arena, 0);
+            // what is folded is in the arena, and other parts of a tensor are copied to it
+            let folded = fold.is_some();
+            let range = if folded { range } else { arena.append(&part.bytes[range]) };
+            tensors.insert(planned.name, Location { dtype, shape, shard: 0, range });
         }
         let shards: Vec<Arc<dyn HostMemory>> = vec![Arc::new(arena)];
         Ok(Checkpoint { config, shards, tensors, made: BTreeMap::new() }.with_sinks())
@@ -282,10 +321,27 @@ impl Checkpoint {
     }
 }
 
+/// The tensors of a checkpoint's files by the names that this model has for them: each with its shard.
+fn found_tensors<'a>(
+    shards: &'a [Shard],
+    read: &ReadTensors,
+) -> Result<HashMap<String, (usize, &'a header::Entry)>> {
+    let mut found: HashMap<String, (usize, &header::Entry)> = HashMap::new();
+    for (i, shard) in shards.iter().enumerate() {
+        for (name, entry) in &shard.entries {
+            let Some(text) = read.text_name(name) else { continue };
+            if let Some((other, _)) = found.insert(text.into_owned(), (i, entry)) {
+                let problem = format!("also in {}", shards[other].file.display());
+                return Err(Error::tensor(&shard.file, name, problem));
+            }
+        }
+    }
+    Ok(found)
+}
+
 /// Whether a configuration has layers that only draft tokens, behind its own.
-fn has_drafts(directory: &Path) -> Result<bool> {
-    let object = read_object_if_present(&directory.join("config.json"))?.unwrap_or_default();
-    Ok(object.get("num_nextn_predict_layers").and_then(Value::as_u64).is_some_and(|layers| layers > 0))
+fn has_drafts(object: &Map<String, Value>) -> bool {
+    object.get("num_nextn_predict_layers").and_then(Value::as_u64).is_some_and(|layers| layers > 0)
 }
 
 /// Refuses tensors that nothing reads, unless answers are the same without them.

@@ -1,6 +1,6 @@
 use super::super::random::RandomCheckpoint;
 use super::super::testing::{MemoryDevice, ReadFiles, fixtures, scratch};
-use super::super::variants::tiny_variants;
+use super::super::variants::{styled_variants, tiny_variants};
 use super::super::weights::{Tensor, Weights};
 use super::*;
 use mixfleet_hal::Device;
@@ -49,7 +49,7 @@ fn assert_says(error: &str, words: &[&str]) {
 
 #[test]
 fn every_variant_survives_the_disk() {
-    for (i, (name, random)) in tiny_variants().into_iter().enumerate() {
+    for (i, (name, random)) in tiny_variants().into_iter().chain(styled_variants()).enumerate() {
         let directory = scratch(&format!("load-variant-{name}"));
         random.write(&directory, 1 + i % 3).expect("written");
         let loaded = Checkpoint::open(&directory, &ReadFiles).expect(name);
@@ -271,7 +271,7 @@ fn assert_placed(checkpoint: &Checkpoint, device: &dyn Device) -> Weights {
 
 #[test]
 fn placed_weights_are_the_stored_ones_however_they_get_there() {
-    for (name, random) in tiny_variants() {
+    for (name, random) in tiny_variants().into_iter().chain(styled_variants()) {
         let directory = scratch(&format!("place-{name}"));
         random.write(&directory, 2).expect("written");
         for checkpoint in [Checkpoint::open(&directory, &ReadFiles).expect(name), random.load().expect(name)]

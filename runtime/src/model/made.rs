@@ -163,6 +163,34 @@ impl MadeMatrix {
         }
     }
 
+    /// The matrix of some of its rows.
+    ///
+    /// # Errors
+    /// When codes or scales cannot be cut there.
+    pub(super) fn rows_of(&self, rows: Range<u64>) -> Result<MadeMatrix, String> {
+        let CutMatrix { kind, rows, columns, cuts } = self.cut(&Cut::Rows(rows))?;
+        let described = self.described();
+        let part = |((part, cut), of): ((&MadePart, PartCut), &QuantisedPart)| {
+            let array_rows = to_usize(of.rows);
+            match part {
+                MadePart::InPlace(source) => match cut.piece(source.range.len(), array_rows) {
+                    Some(piece) => {
+                        let start = source.range.start;
+                        let range = start + piece.start..start + piece.end;
+                        MadePart::InPlace(SourceTensor { range, ..source.clone() })
+                    }
+                    None => MadePart::made(source, move |bytes| cut.of(bytes, array_rows).into_owned()),
+                },
+                MadePart::Made(source, how) => {
+                    let how = how.clone();
+                    MadePart::made(source, move |bytes| cut.of(&how(bytes), array_rows).into_owned())
+                }
+            }
+        };
+        let parts = self.parts.iter().zip(cuts).zip(&described).map(part).collect();
+        MadeMatrix::new(kind, (rows, columns), parts)
+    }
+
     /// Bytes of all arrays.
     pub(super) fn size_bytes(&self) -> u64 {
         self.described().iter().map(|part| part_bytes(part) as u64).sum()

@@ -17,6 +17,7 @@ pub mod exchange;
 mod expanded;
 pub mod experts;
 pub mod families;
+mod family;
 mod fields;
 pub mod generation;
 mod gguf;
@@ -44,7 +45,9 @@ mod rope_table;
 mod schemes;
 mod specials;
 mod step;
+pub mod stored;
 mod strftime;
+pub mod style;
 mod template_limits;
 mod tiktoken;
 pub mod tokenizer;
@@ -54,6 +57,7 @@ mod unread;
 #[cfg(any(test, feature = "testing"))]
 pub mod variants;
 pub mod weights;
+mod wrapped;
 
 pub use chat::{ChatMessage, ChatTemplate, Conversation};
 pub use config::ModelConfig;

@@ -47,6 +47,13 @@ impl TensorPlan {
         self.all.push(PlannedTensor { name, shape: shape.to_vec(), layer: self.layer, weight, expert });
     }
 
+    /// A norm of the residual stream, or of what is added to it, if layers have it.
+    fn add_norm(&mut self, config: &ModelConfig, norm: Weight) {
+        if let Some(name) = config.layout.norms.name(norm) {
+            self.add(norm, name, &[config.hidden.into()]);
+        }
+    }
+
     fn add_attention(&mut self, config: &ModelConfig) {
         let n = |count: u32| u64::from(count);
         let (hidden, heads, head_dim) = (n(config.hidden), n(config.heads), n(config.head_dim));
@@ -72,8 +79,9 @@ impl TensorPlan {
             self.add(Weight::Sinks, SINKS, &[heads]);
         }
         if config.qk_norm {
-            self.add(Weight::QNorm, "self_attn.q_norm.weight", &[head_dim]);
-            self.add(Weight::KNorm, "self_attn.k_norm.weight", &[head_dim]);
+            let (q, kv) = if config.style.whole_qk_norm { (q, kv) } else { (head_dim, head_dim) };
+            self.add(Weight::QNorm, "self_attn.q_norm.weight", &[q]);
+            self.add(Weight::KNorm, "self_attn.k_norm.weight", &[kv]);
         }
     }
 
@@ -136,13 +144,15 @@ pub(super) fn tensors(config: &ModelConfig) -> Vec<PlannedTensor> {
     plan.add(Weight::Embedding, EMBED, &[vocab, hidden]);
     for layer in 0..config.layers {
         plan.layer = Some(layer);
-        plan.add(Weight::AttnNorm, "input_layernorm.weight", &[hidden]);
+        plan.add_norm(config, Weight::AttnNorm);
         plan.add_attention(config);
-        plan.add(Weight::MlpNorm, "post_attention_layernorm.weight", &[hidden]);
+        plan.add_norm(config, Weight::AttnPostNorm);
+        plan.add_norm(config, Weight::MlpNorm);
         match config.experts_of(layer as usize) {
             Some(experts) => plan.add_experts(experts, hidden),
             None => plan.add_mlp("mlp", [hidden, inner], config.mlp_bias),
         }
+        plan.add_norm(config, Weight::MlpPostNorm);
     }
     plan.layer = None;
     plan.add(Weight::LastNorm, NORM, &[hidden]);
@@ -159,6 +169,7 @@ pub(super) fn lm_head(config: &ModelConfig) -> PlannedTensor {
 }
 
 /// Name and shape of every tensor.
+#[cfg(any(test, feature = "testing"))]
 pub(super) fn shapes(config: &ModelConfig) -> Vec<(String, Vec<u64>)> {
     tensors(config).into_iter().map(|tensor| (tensor.name, tensor.shape)).collect()
 }

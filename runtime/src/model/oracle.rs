@@ -1,7 +1,7 @@
 //! The slow reference for tests: a forward pass in `f64` over a whole sequence, with no cache, no device and
 //! no code in common with the engine but the loader and the rope table.
 
-use super::config::ModelConfig;
+use super::config::{ModelConfig, Rope};
 use super::experts::{BIAS, CORRECTION, DOWN, GATE_UP, Mixture, SHARED_GATE};
 use super::latent::LatentHeads;
 use super::load::Checkpoint;
@@ -9,6 +9,7 @@ use super::names;
 use mixfleet_hal::cast::{to_i32, to_u32};
 use mixfleet_hal::{DType, Scalar, Scoring};
 use mixfleet_scheduler::cost::LatentAttention;
+use mixfleet_scheduler::layers::{LayerRope, Weight};
 use std::collections::HashMap;
 
 /// A model's parameters as `f64`.
@@ -43,7 +44,8 @@ impl Oracle {
     /// When an id is not below the vocabulary size.
     pub fn logits(&self, ids: &[u32]) -> Vec<f64> {
         let head = if self.config.tied_embeddings { names::EMBED } else { names::LM_HEAD };
-        let normed = self.norm(&self.hidden(ids), names::NORM); // [tokens, hidden]
+        let eps = self.config.scales.stream_eps;
+        let normed = self.norm_by(&self.hidden(ids), names::NORM, eps); // [tokens, hidden]
         matmul(&normed, &self.weights[head], self.config.hidden as usize)
     }
 
@@ -55,20 +57,22 @@ impl Oracle {
         let head = if self.config.tied_embeddings { names::EMBED } else { names::LM_HEAD };
         let hidden = self.config.hidden as usize;
         let x = self.hidden(ids); // [tokens, hidden]
-        matmul(&self.norm(&x[x.len() - hidden..], names::NORM), &self.weights[head], hidden)
+        let eps = self.config.scales.stream_eps;
+        matmul(&self.norm_by(&x[x.len() - hidden..], names::NORM, eps), &self.weights[head], hidden)
     }
 
     /// The residual stream after all layers: `[tokens, hidden]`.
     fn hidden(&self, ids: &[u32]) -> Vec<f64> {
         let hidden = self.config.hidden as usize;
         let embed = &self.weights[names::EMBED]; // [vocab, hidden]
-        let mut x: Vec<f64> =
-            ids.iter().flat_map(|&id| embed[id as usize * hidden..][..hidden].to_vec()).collect();
+        let scale = f64::from(self.config.scales.embedding);
+        let row = |&id: &u32| embed[id as usize * hidden..][..hidden].iter().map(move |v| v * scale);
+        let mut x: Vec<f64> = ids.iter().flat_map(row).collect();
         for layer in 0..self.config.layers as usize {
             let attended = self.attention(layer, &x);
-            add(&mut x, &attended);
+            add(&mut x, &self.post_norm(layer, Weight::AttnPostNorm, attended));
             let mixed = self.mlp(layer, &x);
-            add(&mut x, &mixed);
+            add(&mut x, &self.post_norm(layer, Weight::MlpPostNorm, mixed));
         }
         x
     }
@@ -85,8 +89,28 @@ impl Oracle {
 
     /// RMS norm over rows of the weight's length.
     fn norm(&self, x: &[f64], name: &str) -> Vec<f64> {
+        self.norm_by(x, name, self.config.norm_eps)
+    }
+
+    /// A norm of the residual stream before a block; the stream itself where the family has none there.
+    fn block_input(&self, layer: usize, norm: Weight, x: &[f64]) -> Vec<f64> {
+        match self.config.layout.norms.name(norm) {
+            Some(name) => self.norm_by(x, &names::in_layer(layer, name), self.config.scales.stream_eps),
+            None => x.to_vec(),
+        }
+    }
+
+    /// A norm of what a block made, where the family has one.
+    fn post_norm(&self, layer: usize, norm: Weight, made: Vec<f64>) -> Vec<f64> {
+        match self.config.layout.norms.name(norm) {
+            Some(name) => self.norm(&made, &names::in_layer(layer, name)),
+            None => made,
+        }
+    }
+
+    fn norm_by(&self, x: &[f64], name: &str, eps: f32) -> Vec<f64> {
         let weight = &self.weights[name];
-        let eps = f64::from(self.config.norm_eps);
+        let eps = f64::from(eps);
         let row = |row: &[f64]| {
             let mean_square = row.iter().map(|v| v * v).sum::<f64>() / row.len() as f64;
             let scale = 1.0 / (mean_square + eps).sqrt();
@@ -96,7 +120,7 @@ impl Oracle {
     }
 
     fn mlp(&self, layer: usize, x: &[f64]) -> Vec<f64> {
-        let x = self.norm(x, &names::in_layer(layer, "post_attention_layernorm.weight"));
+        let x = self.block_input(layer, Weight::MlpNorm, x);
         match self.config.experts_of(layer) {
             None => self.swiglu(layer, "mlp", ["gate_proj", "up_proj", "down_proj"], &x),
             Some(experts) => self.mixture(layer, experts, &x),
@@ -109,7 +133,8 @@ impl Oracle {
         let [gate, up, down] = names.map(|name| format!("{stem}.{name}"));
         let gate = self.linear(layer, &gate, x, hidden); // [tokens, inner]
         let up = self.linear(layer, &up, x, hidden);
-        let inner: Vec<f64> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+        let function = if self.config.style.gelu { gelu } else { silu };
+        let inner: Vec<f64> = gate.iter().zip(&up).map(|(g, u)| function(*g) * u).collect();
         self.linear(layer, &down, &inner, inner.len() / (x.len() / hidden))
     }
 
@@ -208,7 +233,7 @@ impl Oracle {
         let (hidden, head_dim) = (c.hidden as usize, c.head_dim as usize);
         let (heads, kv_heads) = (c.heads as usize, c.kv_heads as usize);
         let tokens = x.len() / hidden;
-        let x = self.norm(x, &names::in_layer(layer, "input_layernorm.weight"));
+        let x = self.block_input(layer, Weight::AttnNorm, x);
         let mut q = self.linear(layer, "self_attn.q_proj", &x, hidden); // [tokens, heads, head_dim]
         let mut k = self.linear(layer, "self_attn.k_proj", &x, hidden); // [tokens, kv_heads, head_dim]
         let mut v = self.linear(layer, "self_attn.v_proj", &x, hidden);
@@ -216,8 +241,15 @@ impl Oracle {
             q = self.norm(&q, &names::in_layer(layer, "self_attn.q_norm.weight"));
             k = self.norm(&k, &names::in_layer(layer, "self_attn.k_norm.weight"));
         }
-        self.rotate(&mut q, heads);
-        self.rotate(&mut k, kv_heads);
+        let rope = match c.style.rope_of(layer) {
+            LayerRope::Main => Some(&c.rope),
+            LayerRope::Second => c.second_rope.as_ref(),
+            LayerRope::Absent => None,
+        };
+        if let Some(rope) = rope {
+            self.rotate(rope, &mut q, heads);
+            self.rotate(rope, &mut k, kv_heads);
+        }
         if let Some(dtype) = self.kv {
             k.chunks_mut(head_dim).chain(v.chunks_mut(head_dim)).for_each(|head| keep(dtype, head));
         }
@@ -250,7 +282,7 @@ impl Oracle {
         let LatentAttention { q_rank, kv_rank, nope, rope, v, .. } = latent.lengths;
         let [q_rank, kv_rank, nope, rope, v] = [q_rank, kv_rank, nope, rope, v].map(|n| n as usize);
         let of = |part: &str| format!("self_attn.{part}");
-        let x = self.norm(x, &names::in_layer(layer, "input_layernorm.weight"));
+        let x = self.block_input(layer, Weight::AttnNorm, x);
         let mut q = match q_rank {
             0 => self.linear(layer, &of("q_proj"), &x, hidden),
             _ => {
@@ -310,16 +342,18 @@ impl Oracle {
 
     /// Rotary embedding of `x [tokens, heads, head_dim]`, or of the first part of each head, with token t at
     /// position t.
-    fn rotate(&self, x: &mut [f64], heads: usize) {
+    fn rotate(&self, rope: &Rope, x: &mut [f64], heads: usize) {
         let head_dim = self.config.head_dim as usize;
         for (position, token) in x.chunks_mut(heads * head_dim).enumerate() {
-            let table = self.config.rope.table(&[to_u32(position)]); // [2 * half]
+            let table = rope.table(&[to_u32(position)]); // [2 * half]
             let half = table.len() / 2;
             for head in token.chunks_mut(head_dim) {
                 for i in 0..half {
                     let (cos, sin) = (f64::from(table[i]), f64::from(table[half + i]));
-                    let (a, b) = (head[i], head[half + i]);
-                    (head[i], head[half + i]) = (a * cos - b * sin, b * cos + a * sin);
+                    let (at, other) =
+                        if self.config.interleaved { (2 * i, 2 * i + 1) } else { (i, half + i) };
+                    let (a, b) = (head[at], head[other]);
+                    (head[at], head[other]) = (a * cos - b * sin, b * cos + a * sin);
                 }
             }
         }
@@ -368,6 +402,16 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
 
 fn add(to: &mut [f64], other: &[f64]) {
     to.iter_mut().zip(other).for_each(|(t, o)| *t += o);
+}
+
+fn silu(x: f64) -> f64 {
+    x / (1.0 + (-x).exp())
+}
+
+/// GELU in the form with tanh.
+fn gelu(x: f64) -> f64 {
+    let z = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
+    0.5 * x * (1.0 + z.tanh())
 }
 
 fn softmax(scores: Vec<f64>) -> Vec<f64> {

@@ -7,13 +7,15 @@ use super::config::ModelConfig;
 use super::error::{Error, Result};
 use super::experts::Mixture;
 use super::families;
+use super::family::{FAMILIES, Family, FamilyBiases, QkNorm};
 use super::fields::{Fields, read_object, read_object_if_present};
 use super::gguf::{self, GgufFile, is_gguf};
 use super::latent::LatentHeads;
 use super::quantisation::Quantisation;
-use super::rope::{self, RopeDefaults};
+use super::rope::{self, RopeSize};
 use super::schemes::Scheme;
-use super::tokenizer_config;
+use super::style::{self, ModelRopes, ModelScales};
+use super::{tokenizer_config, wrapped};
 use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_f32;
 use mixfleet_scheduler::batch::LayerPages;
@@ -29,74 +31,6 @@ const HEADS_MAX: u32 = 1 << 14;
 const HEAD_DIM_MAX: u32 = 1 << 12;
 const VOCAB_MAX: u32 = 1 << 24;
 const CONTEXT_MAX: u32 = 1 << 30;
-
-/// A supported `model_type` and the defaults of its configuration class.
-#[derive(Clone, Copy, Debug)]
-struct Family {
-    model_type: &'static str,
-    architecture: &'static str,
-    context_max: u32,
-    /// `None` means as many as query heads.
-    kv_heads: Option<u32>,
-    /// `None` means hidden / heads.
-    head_dim: Option<u32>,
-    norm_eps: f64,
-    rope: RopeDefaults,
-}
-
-const LLAMA: Family = Family {
-    model_type: "llama",
-    architecture: "LlamaForCausalLM",
-    context_max: 2048,
-    kv_heads: None,
-    head_dim: None,
-    norm_eps: 1e-6,
-    rope: RopeDefaults { theta: 1e4, partial: None },
-};
-
-const FAMILIES: [Family; 12] = [
-    LLAMA,
-    Family { context_max: 131_072, kv_heads: Some(8), ..of("mistral", "MistralForCausalLM") },
-    Family { context_max: 32_768, kv_heads: Some(32), ..of("qwen2", "Qwen2ForCausalLM") },
-    Family {
-        context_max: 32_768,
-        kv_heads: Some(32),
-        head_dim: Some(128),
-        ..of("qwen3", "Qwen3ForCausalLM")
-    },
-    Family { context_max: 32_768, kv_heads: Some(16), ..of("qwen2_moe", "Qwen2MoeForCausalLM") },
-    Family { context_max: 32_768, kv_heads: Some(4), ..of("qwen3_moe", "Qwen3MoeForCausalLM") },
-    Family {
-        context_max: 131_072,
-        kv_heads: Some(8),
-        norm_eps: 1e-5,
-        rope: RopeDefaults { theta: 1e6, partial: None },
-        ..of("mixtral", "MixtralForCausalLM")
-    },
-    Family {
-        context_max: 131_072,
-        kv_heads: Some(8),
-        head_dim: Some(64),
-        norm_eps: 1e-5,
-        rope: RopeDefaults { theta: 1.5e5, partial: None },
-        ..of("gpt_oss", "GptOssForCausalLM")
-    },
-    Family {
-        context_max: 131_072,
-        kv_heads: Some(8),
-        norm_eps: 1e-5,
-        rope: RopeDefaults { theta: 1e4, partial: Some(0.5) },
-        ..of("glm4_moe", "Glm4MoeForCausalLM")
-    },
-    of("deepseek_v2", "DeepseekV2ForCausalLM"),
-    Family { context_max: 4096, ..of("deepseek_v3", "DeepseekV3ForCausalLM") },
-    Family { context_max: 4096, ..of("kimi_k2", "DeepseekV3ForCausalLM") },
-];
-
-/// A family whose other defaults are those of Llama.
-const fn of(model_type: &'static str, architecture: &'static str) -> Family {
-    Family { model_type, architecture, ..LLAMA }
-}
 
 impl ModelConfig {
     /// Reads `config.json` and, if present, `generation_config.json` of a checkpoint directory, or the header
@@ -129,9 +63,11 @@ impl ModelConfig {
     /// # Errors
     /// The error names the field, and says what is supported.
     pub fn parse(file: &Path, object: &Map<String, Value>) -> Result<Self> {
-        let fields = Fields::new(file, object);
+        let object = wrapped::text_config(object);
+        let fields = Fields::new(file, &object);
         let family = family(&fields)?;
-        reject_unsupported(&fields)?;
+        check_activation(&fields, family)?;
+        style::check_effects(&fields, family)?;
 
         let hidden = fields.count_required("hidden_size", HIDDEN_MAX)?;
         let layers = fields.count_required("num_hidden_layers", LAYERS_MAX)?;
@@ -142,22 +78,19 @@ impl ModelConfig {
             true => Some(LatentHeads::parse(&fields, context_max)?),
             false => None,
         };
-        let (heads, kv_heads, head_dim, rotated) = match &latent {
-            Some(LatentHeads { lengths, .. }) => {
-                let heads = fields.count_required("num_attention_heads", HEADS_MAX)?;
-                (heads, 1, lengths.stored(), rope::rotated(&fields, lengths.rope, family.rope)?)
-            }
-            None => {
-                let (heads, kv_heads) = heads(&fields, family)?;
-                let head_dim = head_dim(&fields, family, hidden, heads)?;
-                (heads, kv_heads, head_dim, rope::rotated(&fields, head_dim, family.rope)?)
-            }
+        let HeadShape { heads, kv_heads, head_dim, rotated } =
+            head_shape(&fields, family, hidden, latent.as_ref())?;
+        let [qkv_bias, o_bias, mlp_bias] = biases(&fields, family)?;
+        let qk_norm = match family.qk_norm {
+            QkNorm::Never => false,
+            QkNorm::Heads | QkNorm::Whole => true,
+            QkNorm::HeadsByFlag => fields.flag("use_qk_norm", false)?,
         };
-        let gpt_oss = is(&["gpt_oss"]);
-        let biased = fields.flag("attention_bias", gpt_oss)?;
-        let (llama, qwen3) = (is(&["llama"]), is(&["qwen3", "qwen3_moe"]));
-        let qwen2 = is(&["qwen2"]) || (is(&["qwen2_moe"]) && fields.flag("qkv_bias", true)?);
-        let glm = is(&["glm4_moe"]);
+        let norm_eps = norm_eps(&fields, family)?;
+        let scales = ModelScales::parse(&fields, family, norm_eps, [hidden, head_dim])?;
+        let windows = windows(&fields, family, layers)?;
+        let ropes = ModelRopes::parse(&fields, family, RopeSize { rotated, context_max }, &windows)?;
+        let context_limit = rope::context_limit(&fields, context_max)?.unwrap_or(context_max);
         let intermediate = fields.count_required("intermediate_size", HIDDEN_MAX)?;
         Ok(ModelConfig {
             family: family.model_type.into(),
@@ -169,18 +102,23 @@ impl ModelConfig {
             head_dim,
             latent,
             vocab: fields.count_required("vocab_size", VOCAB_MAX)?,
-            context_max,
-            norm_eps: norm_eps(&fields, family)?,
-            qkv_bias: qwen2 || ((llama || qwen3 || gpt_oss || glm) && biased),
-            o_bias: (llama || qwen3 || gpt_oss) && biased,
-            mlp_bias: llama && fields.flag("mlp_bias", false)?,
-            qk_norm: qwen3 || (glm && fields.flag("use_qk_norm", false)?),
-            sinks: gpt_oss.then(|| Arc::new([]) as Arc<[f32]>),
+            context_max: context_max.min(context_limit),
+            norm_eps,
+            qkv_bias,
+            o_bias,
+            mlp_bias,
+            qk_norm,
+            sinks: is(&["gpt_oss"]).then(|| Arc::new([]) as Arc<[f32]>),
             experts: Mixture::parse(&fields, family.model_type, layers, intermediate)?,
-            tied_embeddings: fields.flag("tie_word_embeddings", false)?,
-            windows: windows(&fields, family, layers)?,
+            tied_embeddings: fields.flag("tie_word_embeddings", family.tied)?,
+            windows,
             pages: LayerPages::whole(layers),
-            rope: rope::parse(&fields, rotated, context_max, family.rope)?,
+            rope: scales.scaled(ropes.main),
+            second_rope: ropes.second.map(|rope| scales.scaled(rope)),
+            interleaved: family.interleaved,
+            style: style::layer_style(family, &scales, ropes.of_layers),
+            scales,
+            layout: family.layout,
             dtype: dtype(&fields)?,
             format: Quantisation::parse(&fields)?.first().map(Scheme::format),
             eos_ids: fields.token_ids("eos_token_id")?.unwrap_or_default(),
@@ -222,12 +160,34 @@ fn family(fields: &Fields) -> Result<&'static Family> {
     }
 }
 
-/// Rejects fields that would change the result and that are not supported.
-fn reject_unsupported(fields: &Fields) -> Result<()> {
-    if let Some(activation) = fields.text("hidden_act")?.filter(|name| *name != "silu" && *name != "swish") {
-        return Err(fields.error("hidden_act", format!("'{activation}' is not supported; supported: silu")));
+/// Refuses another function of the MLP than the family's.
+fn check_activation(fields: &Fields, family: &Family) -> Result<()> {
+    // what the first configurations of Gemma call gelu is the form with tanh
+    let supported: &[&str] = match family.model_type {
+        "gemma" => &["gelu_pytorch_tanh", "gelu"],
+        _ if family.gelu => &["gelu_pytorch_tanh"],
+        _ => &["silu", "swish"],
+    };
+    for field in ["hidden_act", "hidden_activation"] {
+        if let Some(name) = fields.text(field)?.filter(|name| !supported.contains(name)) {
+            let problem = format!("'{name}' is not supported; supported: {}", supported[0]);
+            return Err(fields.error(field, problem));
+        }
     }
     Ok(())
+}
+
+/// Whether q, k and v, the output of attention, and the MLP have biases.
+fn biases(fields: &Fields, family: &Family) -> Result<[bool; 3]> {
+    Ok(match family.biases {
+        FamilyBiases::Never => [false; 3],
+        FamilyBiases::Qkv => [true, false, false],
+        FamilyBiases::QkvBy(field, default) => [fields.flag(field, default)?, false, false],
+        FamilyBiases::AttentionBy { default, with_mlp } => {
+            let has = fields.flag("attention_bias", default)?;
+            [has, has, with_mlp && fields.flag("mlp_bias", false)?]
+        }
+    })
 }
 
 fn norm_eps(fields: &Fields, family: &Family) -> Result<f32> {
@@ -237,6 +197,35 @@ fn norm_eps(fields: &Fields, family: &Family) -> Result<f32> {
         return Ok(to_f32(eps));
     }
     Err(fields.error("rms_norm_eps", format!("{eps:e}, expected a number above 1e-45 and up to 1")))
+}
+
+/// The heads of a model, their length, and the part of it that is rotated.
+struct HeadShape {
+    heads: u32,
+    kv_heads: u32,
+    head_dim: u32,
+    rotated: u32,
+}
+
+fn head_shape(
+    fields: &Fields,
+    family: &Family,
+    hidden: u32,
+    latent: Option<&LatentHeads>,
+) -> Result<HeadShape> {
+    if let Some(LatentHeads { lengths, .. }) = latent {
+        let heads = fields.count_required("num_attention_heads", HEADS_MAX)?;
+        let rotated = rope::rotated(fields, lengths.rope, family.rope)?;
+        return Ok(HeadShape { heads, kv_heads: 1, head_dim: lengths.stored(), rotated });
+    }
+    let (heads, kv_heads) = heads(fields, family)?;
+    let head_dim = head_dim(fields, family, hidden, heads)?;
+    // two ropes rotate all of a head
+    let rotated = match family.sliding_rope {
+        Some(_) => head_dim,
+        None => rope::rotated(fields, head_dim, family.rope)?,
+    };
+    Ok(HeadShape { heads, kv_heads, head_dim, rotated })
 }
 
 fn heads(fields: &Fields, family: &Family) -> Result<(u32, u32)> {
@@ -284,7 +273,17 @@ fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u
     };
     match family.model_type {
         // These have no window, whatever the fields say; Mistral has one in every layer.
-        "llama" | "glm4_moe" | "deepseek_v2" | "deepseek_v3" | "kimi_k2" => Ok(vec![None; layers as usize]),
+        "llama" | "gemma" | "glm" | "glm4" | "glm4_moe" | "granite" | "olmo2" | "olmoe" | "deepseek_v2"
+        | "deepseek_v3" | "kimi_k2" => Ok(vec![None; layers as usize]),
+        "smollm3" => {
+            if fields.flag("use_sliding_window", false)? {
+                return Err(fields.error("use_sliding_window", "true is not supported; supported: false"));
+            }
+            Ok(vec![None; layers as usize])
+        }
+        "olmo3" | "exaone4" | "gemma3_text" | "ministral" => {
+            windows_by_type(fields, family, types, window(Some(4096))?, layers)
+        }
         // by default in every second layer from the first on
         "gpt_oss" => {
             let window = window(Some(128))?;
@@ -294,7 +293,7 @@ fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u
             }
         }
         // one in every layer if at all
-        "mixtral" => {
+        "mixtral" | "phi3" | "ministral3" => {
             let window = window(None)?;
             Ok(vec![window; layers as usize])
         }
@@ -332,6 +331,30 @@ fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u
             }
         }
     }
+}
+
+/// The windows of a family whose layers have one as `layer_types` says, or else all but each one of so many.
+fn windows_by_type(
+    fields: &Fields,
+    family: &Family,
+    types: Option<Vec<&str>>,
+    window: Option<u32>,
+    layers: u32,
+) -> Result<Vec<Option<u32>>> {
+    const PATTERN: &str = "sliding_window_pattern";
+    if let Some(types) = types {
+        return layer_windows(fields, &types, window, layers);
+    }
+    let every = match family.model_type {
+        "ministral" => return Ok(vec![window; layers as usize]),
+        "gemma3_text" => fields.count(PATTERN, LAYERS_MAX)?.unwrap_or(6),
+        _ if fields.get(PATTERN).is_some() && window.is_some() => {
+            let problem = "not supported without layer_types, which says the same of each layer";
+            return Err(fields.error(PATTERN, problem));
+        }
+        _ => 4,
+    };
+    Ok((1..=layers).map(|layer| window.filter(|_| layer % every != 0)).collect())
 }
 
 fn layer_windows(

@@ -1,8 +1,9 @@
 use super::super::testing::scratch;
-use super::super::variants::tiny_variants;
+use super::super::variants::{styled_variants, tiny_variants};
 use super::*;
 use mixfleet_hal::{ExpertRouting, RotaryPart, Scoring};
 use mixfleet_scheduler::cost::LatentAttention;
+use mixfleet_scheduler::layers::LayerRope;
 use serde_json::json;
 
 fn llama() -> Value {
@@ -475,4 +476,86 @@ fn known_models_are_served_if_their_family_is() {
         compared += 1;
     }
     assert!(compared > 20, "{compared}");
+}
+
+fn styled(name: &str) -> Value {
+    let (_, random) = styled_variants().into_iter().find(|(other, _)| *other == name).expect("a variant");
+    Value::Object(random.config)
+}
+
+#[test]
+fn a_rope_that_changes_with_length_bounds_the_context() {
+    let phi = good(styled("phi3-longrope"));
+    assert_eq!((phi.context_max, phi.rotated(), phi.head_dim), (256, 6, 8));
+    // sqrt(1 + ln(512 / 256) / ln(256)), and the frequencies by the short factors
+    assert!((phi.rope.scale - 1.060_66).abs() < 1e-5, "{}", phi.rope.scale);
+    let expected = [1.0, 1e4f32.powf(-1.0 / 3.0) / 1.1, 1e4f32.powf(-2.0 / 3.0) / 1.3];
+    let errors =
+        phi.rope.inv_freq.iter().zip(expected).map(|(found, expected)| (found / expected - 1.0).abs());
+    assert!(errors.fold(0.0, f32::max) < 1e-6);
+    assert_eq!(good(styled("ministral3")).context_max, 128);
+    let mut few = styled("phi3-longrope");
+    few["rope_scaling"]["short_factor"] = json!([1.0, 1.1]);
+    assert!(parse(few).unwrap_err().to_string().contains("short_factor"));
+}
+
+#[test]
+fn layers_are_rotated_as_their_family_says() {
+    use LayerRope::{Absent, Main, Second};
+    assert_eq!(good(styled("smollm3")).style.ropes, [Main, Absent, Main, Absent]);
+    let listed = with(styled("smollm3"), json!({"no_rope_layers": [1, 1, 0, 1]}));
+    assert_eq!(good(listed).style.ropes, [Main, Main, Absent, Main]);
+    assert_eq!(good(styled("exaone4")).style.ropes, [Main, Main, Main, Absent]);
+    assert!(good(with(styled("exaone4"), json!({"sliding_window": null}))).style.ropes.is_empty());
+    let gemma = good(styled("gemma3"));
+    assert_eq!(gemma.style.ropes, [Second, Second, Main, Second]);
+    let second = gemma.second_rope.expect("a second rope");
+    // theta is 1e6 of full layers, stretched by 8, and 1e4 of the others; scores carry sqrt(16 / 24)
+    assert_eq!([gemma.rope.inv_freq[0], second.inv_freq[0]], [0.125, 1.0]);
+    assert!((second.inv_freq[1] - 1e4f32.powf(-0.125)).abs() < 1e-6);
+    assert!((gemma.rope.scale - (16f32 / 24.0).sqrt().sqrt()).abs() < 1e-6);
+    let same = with(styled("olmo3"), json!({"rope_scaling": null}));
+    assert!(good(same).second_rope.is_none());
+}
+
+#[test]
+fn multipliers_are_those_of_the_residual_stream_as_it_is_kept() {
+    let granite = good(styled("granite"));
+    let ModelScales { stream_eps, embedding, branch, last_norm, score } = granite.scales;
+    assert!((stream_eps / (1e-5 / 0.22 / 0.22) - 1.0).abs() < 1e-6);
+    assert!((embedding / (12.0 / 0.22) - 1.0).abs() < 1e-6 && branch == 1.0 && last_norm == 0.125);
+    assert!((score - 0.2 * 8f32.sqrt()).abs() < 1e-6);
+    let gemma = good(styled("gemma"));
+    assert!((gemma.scales.embedding - 48f32.sqrt()).abs() < 1e-6 && gemma.style.gelu);
+    let gemma = good(styled("gemma3")).scales;
+    assert!((gemma.branch - 1.0 / 48f32.sqrt()).abs() < 1e-6 && gemma.embedding == 1.0);
+}
+
+#[test]
+fn a_field_that_another_family_reads_is_refused_by_name() {
+    for (base, field, value) in [
+        (llama(), "embedding_multiplier", json!(2.0)),
+        (llama(), "attn_logit_softcapping", json!(50.0)),
+        (llama(), "final_logit_softcapping", json!(30.0)),
+        (llama(), "no_rope_layers", json!([1, 0])),
+        (llama(), "clip_qkv", json!(8.0)),
+        (qwen2(json!({})), "use_bidirectional_attention", json!(true)),
+        (styled("granite"), "logit_scale", json!(0.5)),
+        (styled("gemma3"), "hidden_activation", json!("gelu")),
+        (styled("phi3-longrope"), "attention_chunk_size", json!(64)),
+        (styled("smollm3"), "use_sliding_window", json!(true)),
+        (styled("olmo3"), "partial_rotary_factor", json!(0.5)),
+    ] {
+        let mut fields = serde_json::Map::new();
+        fields.insert(field.to_owned(), value);
+        let error = parse(with(base, Value::Object(fields))).unwrap_err().to_string();
+        assert!(error.contains(field), "{error}");
+    }
+    for (field, value) in
+        [("residual_multiplier", json!(1)), ("final_logit_softcapping", Value::Null), ("alibi", json!(false))]
+    {
+        let mut fields = serde_json::Map::new();
+        fields.insert(field.to_owned(), value);
+        assert_eq!(good(with(llama(), Value::Object(fields))), good(llama()), "{field}");
+    }
 }

@@ -4,6 +4,7 @@ use super::config::ModelConfig;
 use super::error::{Error, Result};
 use super::load::{Checkpoint, HostTensor, Location};
 use super::names::PlannedTensor;
+use super::stored::{self, StoredTensor};
 use super::{builtin, names};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::random::Stream;
@@ -55,14 +56,17 @@ impl RandomCheckpoint {
     /// When `config` is invalid.
     pub fn tensors(&self) -> Result<Vec<HostTensor>> {
         let config = self.model_config()?;
-        let one = |(i, tensor): (usize, PlannedTensor)| {
-            let spread = Spread::of(&tensor);
-            let PlannedTensor { name, shape, .. } = tensor;
+        let one = |(i, (tensor, weight)): (usize, (StoredTensor, Weight))| {
+            let StoredTensor { name, shape, .. } = tensor;
+            let mut spread = Spread::of(weight, &shape);
+            if config.layout.offset_norms && spread.middle == 1.0 {
+                spread.middle = 0.0;
+            }
             let stream = Stream::new(self.seed ^ mixfleet_hal::random::bits(self.seed, i as u64));
             let bytes = spread.fill(shape.iter().product(), self.dtype, stream);
             HostTensor { name, dtype: self.dtype, shape, bytes }
         };
-        Ok(names::tensors(&config).into_iter().enumerate().map(one).collect())
+        Ok(stored::stored_tensors(&config).into_iter().enumerate().map(one).collect())
     }
 
     /// The checkpoint in memory.
@@ -122,7 +126,7 @@ impl RandomCheckpoint {
         let mut known: Vec<Spread> = Vec::new();
         let elements = period_bytes as u64 / self.dtype.size_bytes();
         for tensor in names::tensors(&config) {
-            let spread = Spread::of(&tensor);
+            let spread = Spread::of(tensor.weight, &tensor.shape);
             let PlannedTensor { name, shape, .. } = tensor;
             let shard = known.iter().position(|other| *other == spread).unwrap_or_else(|| {
                 known.push(spread);
@@ -178,8 +182,8 @@ struct Spread {
 }
 
 impl Spread {
-    fn of(tensor: &PlannedTensor) -> Self {
-        let (middle, deviation) = match (tensor.weight, &tensor.shape[..]) {
+    fn of(weight: Weight, shape: &[u64]) -> Self {
+        let (middle, deviation) = match (weight, shape) {
             (Weight::Embedding | Weight::Sinks, _) => (0.0, 1.0),
             (_, [_, inputs]) => (0.0, (1.0 / *inputs as f64).sqrt()),
             (Weight::Correction, _) => (0.0, 0.1),

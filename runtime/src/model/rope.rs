@@ -6,10 +6,10 @@
 use super::config::Rope;
 use super::error::Result;
 use super::fields::Fields;
-use mixfleet_hal::cast::to_f32;
+use mixfleet_hal::cast::{to_f32, to_u32};
 use serde_json::{Map, Value};
 
-const SUPPORTED: &str = "supported: default, linear, llama3, yarn";
+const SUPPORTED: &str = "supported: default, linear, llama3, yarn, longrope";
 const CONTEXT_MAX: u32 = 1 << 30;
 
 /// How a family's rope is where its configuration does not say.
@@ -18,6 +18,13 @@ pub(super) struct RopeDefaults {
     pub(super) theta: f64,
     /// The share of a head that is rotated; none in families that always rotate all of it.
     pub(super) partial: Option<f64>,
+}
+
+/// What a rope's table is of: the numbers of a head that are rotated, and the positions.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RopeSize {
+    pub(super) rotated: u32,
+    pub(super) context_max: u32,
 }
 
 /// How many numbers of each head are rotated, from its first on.
@@ -53,18 +60,85 @@ pub(super) fn rotated(config: &Fields, head_dim: u32, usual: RopeDefaults) -> Re
 ///
 /// # Errors
 /// The error names the field.
-pub(super) fn parse(config: &Fields, rotated: u32, context_max: u32, usual: RopeDefaults) -> Result<Rope> {
+pub(super) fn parse(config: &Fields, size: RopeSize, usual: RopeDefaults) -> Result<Rope> {
     let (field, object) = parameters(config)?;
     let prefix = format!("{field}.");
     let rope = Fields { file: config.file, object: &object, prefix: &prefix };
+    resolve(config, &rope, size, "rope_theta", usual)
+}
 
-    // Both are checked: if one is invalid, it is unclear which of them was meant.
-    let (outer, inner) = (config.positive("rope_theta")?, rope.positive("rope_theta")?);
-    let theta = inner.or(outer).unwrap_or(usual.theta);
+/// Reads the ropes of full and of sliding layers, with these defaults and the field that has the theta of
+/// sliding ones, if that is not in their own parameters. What is given once is that of full layers alone.
+///
+/// # Errors
+/// The error names the field.
+pub(super) fn parse_by_kind(
+    config: &Fields,
+    size: RopeSize,
+    [full, sliding]: [RopeDefaults; 2],
+    sliding_theta: &str,
+) -> Result<[Rope; 2]> {
+    const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
+    const FIELD: &str = "partial_rotary_factor";
+    let field = rope_field(config);
+    let empty = Map::new();
+    let object = config.object(field)?.unwrap_or(&empty);
+    let is_nested = KINDS.iter().any(|kind| object.contains_key(*kind));
+    let of_kind = |kind: &str, theta: &str, usual| {
+        let own = match (is_nested, kind) {
+            (true, _) => object.get(kind).and_then(Value::as_object).unwrap_or(&empty),
+            (false, "full_attention") => object,
+            (false, _) => &empty,
+        };
+        let prefix = if is_nested { format!("{field}.{kind}.") } else { format!("{field}.") };
+        let rope = Fields { file: config.file, object: own, prefix: &prefix };
+        if rope.positive(FIELD)?.or(config.positive(FIELD)?).is_some_and(|factor| factor != 1.0) {
+            return Err(rope.error(FIELD, "unsupported in this family; supported: 1"));
+        }
+        resolve(config, &rope, size, theta, usual)
+    };
+    Ok([of_kind(KINDS[0], "rope_theta", full)?, of_kind(KINDS[1], sliding_theta, sliding)?])
+}
+
+/// The name of a rope's kind.
+fn rope_kind<'a>(rope: &Fields<'a>) -> Result<&'a str> {
     let kind = match rope.text("rope_type")? {
         Some(kind) => kind,
         None => rope.text("type")?.unwrap_or("default"),
     };
+    // what the first configurations of Phi-3 called it
+    let is_long = kind == "su" || kind == "yarn" && rope.has("short_factor");
+    Ok(if is_long { "longrope" } else { kind })
+}
+
+/// The longest context that is computed as in shorter ones: longer ones have another rope, or queries that
+/// are multiplied by a number that depends on their position. None if nothing changes.
+///
+/// # Errors
+/// The error names the field.
+pub(super) fn context_limit(config: &Fields, context_max: u32) -> Result<Option<u32>> {
+    let object = config.object(rope_field(config))?.cloned().unwrap_or_default();
+    let rope = Fields { file: config.file, object: &object, prefix: "" };
+    let beta = rope.get("llama_4_scaling_beta").and_then(Value::as_f64);
+    let is_scaled = beta.is_some_and(|beta| beta != 0.0);
+    if rope_kind(&rope)? != "longrope" && !is_scaled {
+        return Ok(None);
+    }
+    Ok(Some(to_u32(original_context(config, &rope, context_max)?)))
+}
+
+fn resolve(
+    config: &Fields,
+    rope: &Fields,
+    size: RopeSize,
+    theta_field: &str,
+    usual: RopeDefaults,
+) -> Result<Rope> {
+    let RopeSize { rotated, context_max } = size;
+    // Both are checked: if one is invalid, it is unclear which of them was meant.
+    let (outer, inner) = (config.positive(theta_field)?, rope.positive("rope_theta")?);
+    let theta = inner.or(outer).unwrap_or(usual.theta);
+    let kind = rope_kind(rope)?;
     let powers = powers(theta, rotated);
     let base: Vec<f32> = powers.iter().map(|power| 1.0 / power).collect();
     let plain = |inv_freq| Ok(Rope { inv_freq, scale: 1.0 });
@@ -74,11 +148,12 @@ pub(super) fn parse(config: &Fields, rotated: u32, context_max: u32, usual: Rope
             let factor = to_f32(rope.positive_required("factor")?);
             plain(base.iter().map(|f| f / factor).collect())
         }
-        "llama3" => plain(llama3(&rope, original_context(config, &rope, context_max)?, base)?),
+        "llama3" => plain(llama3(rope, original_context(config, rope, context_max)?, base)?),
         "yarn" => {
-            let original = original_context(config, &rope, context_max)?;
-            yarn(&rope, theta, original, context_max, &powers)
+            let original = original_context(config, rope, context_max)?;
+            yarn(rope, theta, original, context_max, &powers)
         }
+        "longrope" => long_rope(rope, original_context(config, rope, context_max)?, context_max, &powers),
         other => Err(rope.error("rope_type", format!("'{other}' is not supported; {SUPPORTED}"))),
     }?;
     // Numbers that are valid in f64 may be zero or infinite in f32.
@@ -96,10 +171,7 @@ pub(super) fn score_scale(config: &Fields) -> Result<f64> {
     let (field, object) = parameters(config)?;
     let prefix = format!("{field}.");
     let rope = Fields { file: config.file, object: &object, prefix: &prefix };
-    let kind = match rope.text("rope_type")? {
-        Some(kind) => kind,
-        None => rope.text("type")?.unwrap_or("default"),
-    };
+    let kind = rope_kind(&rope)?;
     let all_dim = mscale(&rope, "mscale_all_dim")?.filter(|_| kind == "yarn");
     let factor = rope.positive("factor")?.unwrap_or(1.0);
     let magnitude = all_dim.map_or(1.0, |mscale| magnitude(factor, mscale));
@@ -114,7 +186,7 @@ fn magnitude(factor: f64, mscale: f64) -> f64 {
 /// The parameters of a configuration's rope, and the field that has them. Of those nested by layer type, one
 /// table serves all layers, so all types must agree.
 fn parameters(config: &Fields) -> Result<(&'static str, Map<String, Value>)> {
-    let field = if config.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" };
+    let field = rope_field(config);
     let Some(object) = config.object(field)? else { return Ok((field, Map::new())) };
     let nested: Vec<_> = ["full_attention", "sliding_attention"]
         .iter()
@@ -125,6 +197,30 @@ fn parameters(config: &Fields) -> Result<(&'static str, Map<String, Value>)> {
         [first, rest @ ..] if rest.iter().all(|other| other == first) => Ok((field, (*first).clone())),
         _ => Err(config.error(field, "differs between layer types; supported: one rope for all layers")),
     }
+}
+
+fn rope_field(config: &Fields) -> &'static str {
+    if config.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" }
+}
+
+/// LongRoPE (Ding et al. 2024) within the context that the model was first trained on: each frequency is
+/// divided by a factor of its own.
+fn long_rope(rope: &Fields, original: f64, context_max: u32, powers: &[f32]) -> Result<Rope> {
+    const FIELD: &str = "short_factor";
+    let list = rope.get(FIELD).and_then(Value::as_array).map(|list| list.as_slice()).unwrap_or_default();
+    let factors: Vec<f64> = list.iter().filter_map(Value::as_f64).filter(|factor| *factor > 0.0).collect();
+    if factors.len() != powers.len() || list.len() != powers.len() {
+        let problem = format!("expected {} numbers above 0, one for each pair that is rotated", powers.len());
+        return Err(rope.error(FIELD, problem));
+    }
+    let factor = rope.positive("factor")?.unwrap_or(f64::from(context_max) / original);
+    let scale = match rope.positive("attention_factor")? {
+        Some(given) => given,
+        None if factor <= 1.0 => 1.0,
+        None => (1.0 + factor.ln() / original.ln()).sqrt(),
+    };
+    let inv_freq = factors.iter().zip(powers).map(|(factor, power)| 1.0 / (to_f32(*factor) * power));
+    Ok(Rope { inv_freq: inv_freq.collect(), scale: to_f32(scale) })
 }
 
 /// The frequencies `theta ^ (2i / rotated)`.

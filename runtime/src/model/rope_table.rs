@@ -3,6 +3,7 @@
 use super::ModelConfig;
 use super::config::Rope;
 use super::graph::StepShape;
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{BufferUsage, Device, Result, Slice};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -19,13 +20,43 @@ pub(super) struct RopeTable {
     filled: AtomicU32,
 }
 
+/// The tables of a model's ropes.
+#[derive(Debug)]
+pub(super) struct RopeTables {
+    pub(super) main: RopeTable,
+    pub(super) second: Option<RopeTable>,
+}
+
+impl RopeTables {
+    /// Makes sure that all rows up to `position` are computed. No step that reads later rows may still run.
+    pub(super) fn extend_to(&self, device: &dyn Device, config: &ModelConfig, position: u32) -> Result<()> {
+        self.main.extend_to(device, &config.rope, position)?;
+        match (&self.second, &config.second_rope) {
+            (Some(table), Some(rope)) => table.extend_to(device, rope, position),
+            _ => Ok(()),
+        }
+    }
+}
+
 impl RopeTable {
-    pub(super) fn new(device: &dyn Device, config: &ModelConfig, shape: &StepShape) -> Result<Self> {
+    pub(super) fn new(
+        device: &dyn Device,
+        config: &ModelConfig,
+        rope: &Rope,
+        shape: &StepShape,
+    ) -> Result<Self> {
         let rows = config.context_max.min(shape.blocks.saturating_mul(shape.block_tokens)).max(1);
-        let width = config.rotated();
+        let width = to_u32(2 * rope.inv_freq.len());
         let bytes = u64::from(rows) * u64::from(width) * 4;
         let table = device.alloc(bytes, BufferUsage::Weights)?;
         Ok(RopeTable { table, rows, width, filled: AtomicU32::new(0) })
+    }
+
+    /// Those of a model: of its rope, and of the second one that some layers have.
+    pub(super) fn both(device: &dyn Device, config: &ModelConfig, shape: &StepShape) -> Result<RopeTables> {
+        let of = |rope: &Rope| RopeTable::new(device, config, rope, shape);
+        let second = config.second_rope.as_ref().map(of).transpose()?;
+        Ok(RopeTables { main: of(&config.rope)?, second })
     }
 
     /// Makes sure that all rows up to `position` are computed. No step that reads later rows may still run.

@@ -2,7 +2,8 @@
 //! those of another model.
 
 use super::config::ModelConfig;
-use super::names;
+use super::{names, stored, wrapped};
+use std::borrow::Cow;
 use std::collections::HashSet;
 
 /// What the arrays of a quantised module are called, and numbers beside them that change nothing here:
@@ -49,17 +50,31 @@ pub(super) struct ReadTensors {
     /// some; none are read.
     drafts: Option<u32>,
     tied: bool,
+    /// Whether the model is inside of one that also takes images.
+    wrapped: bool,
 }
 
 impl ReadTensors {
-    /// Those of a model, with so many layers that draft tokens behind its own.
-    pub(super) fn of(config: &ModelConfig, drafts: bool) -> Self {
-        let planned = names::tensors(config).into_iter().map(|tensor| tensor.name).collect();
-        ReadTensors { planned, drafts: drafts.then_some(config.layers), tied: config.tied_embeddings }
+    /// Those of a model, with layers that draft tokens behind its own if so, and inside of another one if so.
+    pub(super) fn of(config: &ModelConfig, drafts: bool, wrapped: bool) -> Self {
+        let planned = stored::stored_tensors(config).into_iter().map(|(tensor, _)| tensor.name).collect();
+        ReadTensors {
+            planned,
+            drafts: drafts.then_some(config.layers),
+            tied: config.tied_embeddings,
+            wrapped,
+        }
+    }
+
+    /// The name of a stored tensor in this model; none if another part of the whole one has it.
+    pub(super) fn text_name<'a>(&self, name: &'a str) -> Option<Cow<'a, str>> {
+        if self.wrapped { wrapped::text_name(name) } else { Some(Cow::Borrowed(name)) }
     }
 
     /// Whether the model needs a tensor.
     pub(super) fn needs(&self, name: &str) -> bool {
+        let Some(name) = self.text_name(name) else { return false };
+        let name = name.as_ref();
         if self.planned.contains(name) {
             return true;
         }
@@ -71,6 +86,8 @@ impl ReadTensors {
 
     /// Whether answers are the same without a tensor that the model does not need.
     pub(super) fn leaves_out(&self, name: &str, bytes: &[u8]) -> bool {
+        let Some(name) = self.text_name(name) else { return true };
+        let name = name.as_ref();
         let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
         let layer = layer.and_then(|(layer, _)| layer.parse::<u32>().ok());
         let is_draft = layer.zip(self.drafts).is_some_and(|(layer, first)| layer >= first);
@@ -91,7 +108,7 @@ mod tests {
         let variants = tiny_variants();
         let (_, random) = variants.iter().find(|(name, _)| *name == "qwen2").expect("a variant");
         let config = random.model_config().expect("a configuration");
-        let read = ReadTensors::of(&config, false);
+        let read = ReadTensors::of(&config, false, false);
         for name in [
             "model.layers.0.self_attn.q_proj.weight",
             "model.layers.1.mlp.up_proj.weight_scale",
@@ -111,7 +128,7 @@ mod tests {
             assert!(!read.needs(name), "{name}");
             assert_eq!(read.leaves_out(name, bytes), is_left_out, "{name}");
         }
-        let drafting = ReadTensors::of(&config, true);
+        let drafting = ReadTensors::of(&config, true, false);
         assert!(drafting.leaves_out("model.layers.3.eh_proj.weight", &ones));
     }
 }

@@ -12,8 +12,8 @@ pub fn plain_variants() -> Vec<(&'static str, RandomCheckpoint)> {
     all.filter(|(_, random)| !random.config.contains_key("kv_lora_rank")).collect()
 }
 
-/// Small checkpoints (10 to 40 thousand parameters) that together use every variant of every family that the
-/// loader supports, each with its name.
+/// Small checkpoints (10 to 40 thousand parameters) that together use every variant of the families whose layers
+/// devices can divide as those of Llama, each with its name; [`styled_variants`] has the others.
 #[expect(clippy::too_many_lines, reason = "one list of small checkpoints")]
 pub fn tiny_variants() -> Vec<(&'static str, RandomCheckpoint)> {
     let common = |model_type: &str, architecture: &str| {
@@ -146,4 +146,104 @@ pub fn tiny_variants() -> Vec<(&'static str, RandomCheckpoint)> {
         (name, RandomCheckpoint { config, dtype, seed })
     };
     (1..).zip(list).map(build).collect()
+}
+
+/// Small checkpoints of families whose layers differ from Llama's, each with its name. Devices do not divide
+/// the layers of all of them.
+#[expect(clippy::too_many_lines, reason = "one list of small checkpoints")]
+pub fn styled_variants() -> Vec<(&'static str, RandomCheckpoint)> {
+    let common = |model_type: &str, architecture: &str| {
+        json!({
+            "model_type": model_type, "architectures": [architecture], "hidden_act": "silu",
+            "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4,
+            "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": builtin::VOCAB,
+            "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+            "bos_token_id": builtin::BOS, "eos_token_id": builtin::EOS,
+        })
+    };
+    let long = json!({"type": "longrope", "long_factor": [4.0, 5.0, 6.0], "short_factor": [1.0, 1.1, 1.3]});
+    let yarn = json!({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64});
+    let scaled = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "rope_theta": 1e6});
+    let list = [
+        (
+            "phi3-longrope",
+            common("phi3", "Phi3ForCausalLM"),
+            json!({"partial_rotary_factor": 0.75, "rope_scaling": long, "tie_word_embeddings": true,
+            "original_max_position_embeddings": 256, "sliding_window": 300}),
+            DType::Bf16,
+        ),
+        (
+            "smollm3",
+            common("smollm3", "SmolLM3ForCausalLM"),
+            json!({"no_rope_layer_interval": 2}),
+            DType::Bf16,
+        ),
+        (
+            "granite",
+            common("granite", "GraniteForCausalLM"),
+            json!({"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0,
+            "attention_multiplier": 0.2, "attention_bias": true, "tie_word_embeddings": true}),
+            DType::Bf16,
+        ),
+        ("olmo2", common("olmo2", "Olmo2ForCausalLM"), json!({}), DType::F32),
+        (
+            "olmo3",
+            common("olmo3", "Olmo3ForCausalLM"),
+            json!({"sliding_window": 7, "rope_scaling": yarn, "attention_bias": true}),
+            DType::Bf16,
+        ),
+        (
+            "olmo-experts",
+            common("olmoe", "OlmoeForCausalLM"),
+            json!({"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40}),
+            DType::Bf16,
+        ),
+        (
+            "glm",
+            common("glm", "GlmForCausalLM"),
+            json!({"head_dim": 16, "attention_bias": true, "partial_rotary_factor": 0.5}),
+            DType::F32,
+        ),
+        (
+            "glm4",
+            common("glm4", "Glm4ForCausalLM"),
+            json!({"head_dim": 16, "attention_bias": false}),
+            DType::Bf16,
+        ),
+        ("exaone4", common("exaone4", "Exaone4ForCausalLM"), json!({"sliding_window": 9}), DType::Bf16),
+        (
+            "gemma",
+            common("gemma", "GemmaForCausalLM"),
+            json!({"head_dim": 16, "hidden_act": "gelu", "num_key_value_heads": 1}),
+            DType::Bf16,
+        ),
+        (
+            "gemma3",
+            common("gemma3_text", "Gemma3ForCausalLM"),
+            json!({"head_dim": 16, "hidden_act": null, "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 24, "sliding_window": 5, "sliding_window_pattern": 3,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+            DType::Bf16,
+        ),
+        (
+            "ministral",
+            common("ministral", "MinistralForCausalLM"),
+            json!({"head_dim": 16, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention",
+            "sliding_attention", "full_attention"]}),
+            DType::F16,
+        ),
+        (
+            "ministral3",
+            common("ministral3", "Ministral3ForCausalLM"),
+            json!({"head_dim": 16, "rope_parameters": scaled}),
+            DType::Bf16,
+        ),
+    ];
+    let build = |(seed, (name, config, more, dtype)): (u64, (&'static str, Value, Value, DType))| {
+        let mut config = config.as_object().cloned().unwrap_or_default();
+        config.extend(more.as_object().cloned().unwrap_or_default());
+        (name, RandomCheckpoint { config, dtype, seed })
+    };
+    (101..).zip(list).map(build).collect()
 }

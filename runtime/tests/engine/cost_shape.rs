@@ -4,7 +4,7 @@ use mixfleet_hal::{DType, KvShape, LatentKv, OpSig, Scalar};
 use mixfleet_hwtests::reference::ReferenceDevice;
 use mixfleet_runtime::model::draws::DrawInput;
 use mixfleet_runtime::model::graph::{Forward, StepInput, StepShape};
-use mixfleet_runtime::model::variants::tiny_variants;
+use mixfleet_runtime::model::variants::{styled_variants, tiny_variants};
 use mixfleet_scheduler::cost::{OpCounts, Prefill};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -44,6 +44,8 @@ fn key(sig: OpSig) -> OpSig {
         OpSig::Embed { tokens, hidden, table, out, .. } => {
             OpSig::Embed { tokens, vocab: 0, hidden, table, out }
         }
+        // what rows are multiplied by is the model's
+        OpSig::Fill { bytes, .. } => OpSig::Fill { bytes, word: 0 },
         sig => sig,
     }
 }
@@ -69,7 +71,7 @@ fn submitted(device: &ReferenceDevice, forward: &Forward, parts: &[StepInput<'_>
 
 #[test]
 fn every_family_costs_what_it_runs() {
-    for (name, checkpoint) in tiny_variants() {
+    for (name, checkpoint) in tiny_variants().into_iter().chain(styled_variants()) {
         let checkpoint = checkpoint.load().unwrap();
         let config = Arc::new(checkpoint.config.clone());
         let device = ReferenceDevice::default();

@@ -17,7 +17,7 @@ use mixfleet_runtime::model::exchange::ThroughHost;
 use mixfleet_runtime::model::graph::{Forward, Pass, StepInput, StepShape};
 use mixfleet_runtime::model::leaving::KvStays;
 use mixfleet_runtime::model::peers::{Carriers, PeerCopies};
-use mixfleet_runtime::model::variants::tiny_variants;
+use mixfleet_runtime::model::variants::{styled_variants, tiny_variants};
 use mixfleet_runtime::model::{Checkpoint, Oracle};
 use mixfleet_scheduler::cost::{ExpertsBy, MemberShare, Pieces, Prefill};
 use mixfleet_scheduler::fleet::Role;
@@ -296,6 +296,31 @@ fn stages_give_the_oracles_logits_however_steps_are_cut_and_the_same_bits_twice(
             }
         }
     }
+}
+
+#[test]
+fn families_with_norms_over_all_heads_are_divided_in_stages_alone() {
+    let mut refused = 0;
+    for (name, checkpoint) in styled_variants() {
+        let checkpoint = checkpoint.load().unwrap();
+        let (config, oracle) = (&checkpoint.config, Oracle::new(&checkpoint));
+        let (long, short) = (prompt(19, 1, config), prompt(6, 2, config));
+        let in_two = config.divided(2);
+        let has_whole_norms = config.style.undivided().is_some();
+        match &in_two {
+            Err(error) => assert!(has_whole_norms && error.contains("pp:"), "{name}: {error}"),
+            Ok(_) => assert!(!has_whole_norms, "{name}"),
+        }
+        refused += u32::from(in_two.is_err());
+        let whole = [vec![1, 1], vec![1; 4]].into_iter();
+        for stages in whole.chain(in_two.ok().map(|_| vec![2])) {
+            let ran = Divided::new(&checkpoint, unlike(stages.iter().sum()), &stages)
+                .two_sequences([&long, &short], 6);
+            let error = worst_error(&oracle, &ran);
+            assert!(error < LOGIT_ERROR_MAX, "{name} in {stages:?}: a logit is off by {error:e}");
+        }
+    }
+    assert!(refused >= 5, "{refused} families");
 }
 
 #[test]

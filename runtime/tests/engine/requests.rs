@@ -5,13 +5,13 @@ use crate::fleet::{TestFleet, ask, greedy, pressure, prompt, request};
 use mixfleet_hal::fault::{Fault, FaultPlan, Rule};
 use mixfleet_runtime::env::SeededEnv;
 use mixfleet_runtime::model::Checkpoint;
-use mixfleet_runtime::model::variants::tiny_variants;
+use mixfleet_runtime::model::variants::{styled_variants, tiny_variants};
 use mixfleet_runtime::request::{FinishReason, Update};
 use mixfleet_scheduler::fleet::Role;
 
 #[test]
 fn one_instance_draws_the_oracles_tokens_for_every_family() {
-    for (name, checkpoint) in tiny_variants() {
+    for (name, checkpoint) in tiny_variants().into_iter().chain(styled_variants()) {
         let checkpoint = checkpoint.load().unwrap();
         let env = SeededEnv::new(1);
         let fleet = TestFleet::new(checkpoint.clone()).with(Role::Auto);
@@ -27,7 +27,7 @@ fn one_instance_draws_the_oracles_tokens_for_every_family() {
 
 #[test]
 fn a_split_request_draws_the_same_tokens_as_on_one_device() {
-    for (name, checkpoint) in tiny_variants() {
+    for (name, checkpoint) in tiny_variants().into_iter().chain(styled_variants()) {
         let checkpoint = checkpoint.load().unwrap();
         let env = SeededEnv::new(2);
         // Different block sizes require that pages are converted.

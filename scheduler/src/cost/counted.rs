@@ -1,7 +1,7 @@
 //! The operations of a step, counted from their list.
 
 use super::{MemberWork, ModelShape};
-use crate::layers::{AttentionSizes, DrawSizes, LayerOps, OpArg, OpSink, Prefill};
+use crate::layers::{AttentionSizes, DrawSizes, LayerOps, LayerRope, OpArg, OpSink, Prefill};
 use mixfleet_hal::OpSig;
 use mixfleet_hal::cast::to_u32;
 
@@ -167,7 +167,12 @@ impl ModelShape {
         let full = self.full_layers();
         if part.computes() {
             list.rotations(tokens, tokens, &mut work.of(self, 1));
-            list.attention_rows(tokens, &mut work.of(self, full.into()));
+            let bare = self.style.bare_layers() as u64;
+            list.attention_rows(tokens, &mut work.of(self, u64::from(full).saturating_sub(bare)));
+            if bare > 0 {
+                let without = LayerOps { rope: LayerRope::Absent, ..*list };
+                without.attention_rows(tokens, &mut work.of(self, bare));
+            }
         }
         if part.attends() {
             list.write(tokens, &mut work.of(self, full.into()));

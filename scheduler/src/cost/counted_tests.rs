@@ -21,6 +21,7 @@ pub(crate) fn small() -> ModelShape {
         qk_norm: false,
         rotary: None,
         sinks: false,
+        style: crate::layers::LayerStyle::default(),
         format: None,
         experts: None,
         latent: None,

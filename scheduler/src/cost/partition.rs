@@ -101,6 +101,7 @@ impl MemberShare {
             intermediate: count(&self.inner),
             vocab: count(&self.vocab),
             experts: shape.experts.map(|experts| experts.of_share(self, shape.intermediate)),
+            style: shape.style.of_layers(&self.layers),
             ..shape.clone()
         }
     }
@@ -181,6 +182,9 @@ impl Partition {
         let whole = |experts: &Experts| experts.spread > 1 || (experts.every > 1 && stages.len() > 1);
         if shape.experts.as_ref().is_some_and(whole) {
             return Err("whole experts and layers that have them in turn are not divided yet".into());
+        }
+        if let Some(why) = shape.style.undivided().filter(|_| stages.iter().any(|stage| stage.len() > 1)) {
+            return Err(format!("{why} cannot be divided over devices; divide the layers instead (pp:)"));
         }
         let weights = stages.concat();
         let all_positive = weights.iter().all(|weight| weight.is_finite() && *weight > 0.0);

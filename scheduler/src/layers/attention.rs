@@ -1,7 +1,8 @@
 //! Grouped-query attention, and the KV of any attention.
 
 use super::{
-    Activation, AttentionSizes, KvSizes, LayerOps, ModelShape, OpArg, OpSink, Projection, StepTable, Weight,
+    Activation, AttentionSizes, KvSizes, LayerOps, LayerRope, ModelShape, OpArg, OpSink, Projection,
+    StepTable, Weight,
 };
 use mixfleet_hal::{KvShape, OpSig};
 
@@ -26,7 +27,7 @@ impl LayerOps<'_> {
 
     /// The part of the inputs that is the same for all rows.
     pub(crate) fn attention_rows(&self, tokens: u32, ops: &mut impl OpSink) {
-        self.norm(tokens, Activation::Residual, Weight::AttnNorm, ops);
+        self.block_input(tokens, Weight::AttnNorm, ops);
         match &self.shape.latent {
             Some(latent) => self.latent_rows(latent, tokens, ops),
             None => self.head_rows(tokens, ops),
@@ -58,12 +59,21 @@ impl LayerOps<'_> {
                 (heads, raw_q, Weight::QNorm, Activation::Q),
                 (kv_heads, raw_k, Weight::KNorm, Activation::K),
             ] {
-                self.inner_norm([tokens * heads, head_dim], [from.into(), weight.into(), to.into()], ops);
+                let size = match self.shape.style.whole_qk_norm {
+                    true => [tokens, heads * head_dim],
+                    false => [tokens * heads, head_dim],
+                };
+                self.inner_norm(size, [from.into(), weight.into(), to.into()], ops);
             }
         }
+        let cos_sin = match self.rope {
+            LayerRope::Main => Activation::CosSin,
+            LayerRope::Second => Activation::SecondCosSin,
+            LayerRope::Absent => return,
+        };
         for (heads, of) in [(heads, Activation::Q), (kv_heads, Activation::K)] {
             let sig = OpSig::Rope { tokens, heads, head_dim, part: self.shape.rotary, x };
-            ops.push(sig, &[of.into(), Activation::CosSin.into()]);
+            ops.push(sig, &[of.into(), cos_sin.into()]);
         }
     }
 

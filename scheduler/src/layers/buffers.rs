@@ -35,6 +35,15 @@ impl ModelShape {
             (A::Picked, sequences * hidden * 4),
             (A::Logits, sequences * n(self.vocab) * 4),
         ];
+        if self.style.has_second_rope() {
+            all.push((A::SecondCosSin, tokens * n(rotated) * 4));
+        }
+        if self.style.has_post_norms() {
+            all.push((A::Branch, tokens * hidden * 4));
+        }
+        if self.style.has_post_norms() || self.style.scaled_embedding {
+            all.push((A::RowFactors, tokens * 4));
+        }
         all.extend(self.attention_buffers(room));
         if let Some(experts) = &self.experts {
             let (count, choices) = (n(experts.count), tokens * n(experts.active));

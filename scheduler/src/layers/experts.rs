@@ -223,7 +223,7 @@ struct Mlp {
 impl LayerOps<'_> {
     /// Pushes the norm and the MLP of a layer, or its experts.
     pub fn mlp(&self, tokens: u32, has_experts: bool, ops: &mut impl OpSink) {
-        self.norm(tokens, Activation::Residual, Weight::MlpNorm, ops);
+        self.block_input(tokens, Weight::MlpNorm, ops);
         let has_biases = self.shape.mlp_bias;
         let Some(experts) = self.shape.experts.filter(|_| has_experts) else {
             let mlp = Mlp { inner: self.shape.intermediate, has_biases };
@@ -254,7 +254,12 @@ impl LayerOps<'_> {
             projection(Weight::Up, bias(Weight::UpBias), Activation::Up),
         ];
         self.products([tokens, self.shape.hidden], Activation::Normed, &of, ops);
-        self.silu(u64::from(tokens) * u64::from(mlp.inner), ops);
+        let elements = u64::from(tokens) * u64::from(mlp.inner);
+        if self.shape.style.gelu {
+            let args = [Activation::Gate, Activation::Up, Activation::Inner].map(OpArg::from);
+            return ops.push(OpSig::GeluMul { elements, x: self.shape.activation }, &args);
+        }
+        self.silu(elements, ops);
     }
 
     fn silu(&self, elements: u64, ops: &mut impl OpSink) {

@@ -13,6 +13,7 @@ mod linear;
 mod operand;
 mod shape;
 mod sizes;
+mod style;
 
 pub use buffers::BufferRoom;
 pub use experts::Experts;
@@ -21,14 +22,19 @@ pub use linear::LinearAttention;
 pub use operand::{Activation, OpArg, OpSink, StepTable, Weight};
 pub use shape::ModelShape;
 pub use sizes::{AttentionSizes, DrawSizes, KvSizes, Prefill, visible_keys};
+pub use style::{LayerRope, LayerStyle, NormPlacement};
 
 use mixfleet_hal::{DType, KvShape, LatentKv, OpSig, Scalar};
 
 /// Numbers of a model that its operations carry and that affect no cost.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerConstants {
-    /// Epsilon of every RMS norm.
+    /// Epsilon of every RMS norm but those of the residual stream.
     pub eps: Scalar,
+    /// Epsilon of the norms of the residual stream.
+    pub stream_eps: Scalar,
+    /// Factor of embeddings, if they have one.
+    pub embedding_scale: Scalar,
     /// Alpha and limit of clamped experts.
     pub clamp: [Scalar; 2],
     /// Factor of the scores of latent attention.
@@ -41,7 +47,15 @@ impl Default for LayerConstants {
     /// Placeholder values, for counting; alpha and limit are gpt-oss's.
     fn default() -> Self {
         let clamp = [Scalar(1.702), Scalar(7.0)];
-        LayerConstants { eps: Scalar(1e-6), clamp, score_scale: Scalar(1.0), first_expert: 0 }
+        let (eps, one) = (Scalar(1e-6), Scalar(1.0));
+        LayerConstants {
+            eps,
+            stream_eps: eps,
+            embedding_scale: one,
+            clamp,
+            score_scale: one,
+            first_expert: 0,
+        }
     }
 }
 
@@ -58,6 +72,8 @@ pub struct LayerOps<'a> {
     pub adds: bool,
     /// Whether projections of the same rows are one product, as in other engines: q, k and v; gate and up.
     pub joins: bool,
+    /// How queries and keys of the layer are rotated.
+    pub rope: LayerRope,
 }
 
 /// A matrix product by a matrix of the layers, in an activation buffer.
@@ -71,22 +87,40 @@ struct Projection {
 impl<'a> LayerOps<'a> {
     /// The operations of all of a model, for counting.
     pub fn counted(shape: &'a ModelShape) -> Self {
-        LayerOps { shape, constants: LayerConstants::default(), adds: true, joins: false }
+        LayerOps {
+            shape,
+            constants: LayerConstants::default(),
+            adds: true,
+            joins: false,
+            rope: LayerRope::Main,
+        }
     }
 
     /// Pushes the lookup of token embeddings in a table of `vocab` rows.
     pub fn embed(&self, tokens: u32, vocab: u32, ops: &mut impl OpSink) {
+        if self.shape.style.scaled_embedding {
+            return self.scaled_embed(tokens, vocab, ops);
+        }
         let args = [StepTable::Ids.into(), Weight::Embedding.into(), Activation::Residual.into()];
         ops.push(self.pick(tokens, vocab, self.shape.weight), &args);
     }
 
-    /// Pushes the lookup of the tokens' rows of cosines and sines in a table of `positions` rows.
+    /// Pushes the lookup of the tokens' rows of cosines and sines in a table of `positions` rows, of each rope,
+    /// and what else all layers of a step read.
     pub fn rotations(&self, tokens: u32, positions: u32, ops: &mut impl OpSink) {
         let rotated = self.shape.rotary.map_or(self.shape.head_dim, |part| part.length);
         let hidden = self.shape.latent.map_or(rotated, |latent| latent.rope);
         let (vocab, table, out) = (positions, DType::F32, DType::F32);
-        let args = [StepTable::Positions.into(), StepTable::Rotations.into(), Activation::CosSin.into()];
-        ops.push(OpSig::Embed { tokens, vocab, hidden, table, out }, &args);
+        let ropes = [
+            (StepTable::Rotations, Activation::CosSin),
+            (StepTable::SecondRotations, Activation::SecondCosSin),
+        ];
+        let count = if self.shape.style.has_second_rope() { 2 } else { 1 };
+        for (rotations, rows) in ropes.into_iter().take(count) {
+            let args = [StepTable::Positions.into(), rotations.into(), rows.into()];
+            ops.push(OpSig::Embed { tokens, vocab, hidden, table, out }, &args);
+        }
+        self.unit_factors(tokens, ops);
     }
 
     /// Pushes the last norm and the LM head over `rows` rows, which are first selected from `tokens` if these
@@ -138,8 +172,13 @@ impl<'a> LayerOps<'a> {
 
     /// The norm of rows of the residual stream.
     fn norm(&self, rows: u32, from: Activation, weight: Weight, ops: &mut impl OpSink) {
+        self.norm_of(rows, from, self.constants.stream_eps, weight, ops);
+    }
+
+    /// The norm of f32 rows as long as the residual stream.
+    fn norm_of(&self, rows: u32, from: Activation, eps: Scalar, weight: Weight, ops: &mut impl OpSink) {
         let ModelShape { hidden: cols, weight: dtype, activation: out, .. } = *self.shape;
-        let sig = OpSig::RmsNorm { rows, cols, eps: self.constants.eps, x: DType::F32, weight: dtype, out };
+        let sig = OpSig::RmsNorm { rows, cols, eps, x: DType::F32, weight: dtype, out };
         ops.push(sig, &[from.into(), weight.into(), Activation::Normed.into()]);
     }
 
@@ -173,12 +212,22 @@ impl<'a> LayerOps<'a> {
         adds: bool,
         ops: &mut impl OpSink,
     ) {
+        // what is normalised first is added later
+        let has_post_norms = self.shape.style.has_post_norms();
+        let (to, adds) = match has_post_norms {
+            true => (Activation::Branch, false),
+            false => (Activation::Residual, adds),
+        };
         let ModelShape { hidden: n, activation: x, weight, .. } = *self.shape;
         // a bias is added once
         let bias = bias.filter(|_| self.adds);
         let has_bias = bias.is_some();
         let sig = OpSig::Gemm { m, n, k, x, weight, out: DType::F32, bias: has_bias, accumulate: adds };
-        ops.push(sig, &[from.into(), by.into(), bias.into(), Activation::Residual.into()]);
+        ops.push(sig, &[from.into(), by.into(), bias.into(), to.into()]);
+        if has_post_norms {
+            let after = if by == Weight::O { Weight::AttnPostNorm } else { Weight::MlpPostNorm };
+            self.post_norm(m, after, ops);
+        }
     }
 }
 
@@ -223,7 +272,20 @@ mod tests {
             let plain = model.shape(DType::Bf16);
             let biased = ModelShape { o_bias: true, mlp_bias: true, qk_norm: true, ..plain.clone() };
             let sinks = ModelShape { sinks: plain.latent.is_none(), ..biased };
-            for shape in [plain, sinks] {
+            let plain_mlp = plain.experts.is_none() && plain.latent.is_none();
+            let styled = |norms| ModelShape {
+                style: LayerStyle {
+                    norms,
+                    whole_qk_norm: true,
+                    scaled_embedding: true,
+                    gelu: true,
+                    ropes: vec![LayerRope::Second],
+                },
+                ..sinks.clone()
+            };
+            let styles = [NormPlacement::Around, NormPlacement::After].map(styled);
+            let styles = styles.into_iter().filter(|_| plain_mlp);
+            for shape in [plain, sinks.clone()].into_iter().chain(styles) {
                 let part = |context, tokens| Prefill { context, tokens, last: true };
                 for (parts, batch) in [
                     (vec![], 3),
@@ -242,7 +304,8 @@ mod tests {
                     let buffers = shape.buffers(room).into_iter();
                     let mut ops = Checked(buffers.map(|(buffer, bytes)| (buffer as usize, bytes)).collect());
                     for adds in [true, false] {
-                        let list = LayerOps { adds, ..LayerOps::counted(&shape) };
+                        let list =
+                            LayerOps { adds, rope: shape.style.rope_of(0), ..LayerOps::counted(&shape) };
                         list.embed(tokens, shape.vocab, &mut ops);
                         list.rotations(tokens, 4096, &mut ops);
                         list.attention_inputs(&sizes, &mut ops);

@@ -58,6 +58,12 @@ pub enum Activation {
     Normed,
     /// `[tokens, rotated]` f32: cosines and sines.
     CosSin,
+    /// The same of a second rope.
+    SecondCosSin,
+    /// `[tokens, hidden]` f32: what attention or an MLP made, before its norm.
+    Branch,
+    /// `[tokens]` f32: what rows are multiplied by before they are added to the residual stream.
+    RowFactors,
     /// `[tokens, heads, head_dim]`.
     Q,
     /// `[tokens, kv_heads, head_dim]`.
@@ -163,6 +169,8 @@ pub enum Weight {
     Lower,
     Keys,
     MlpNorm,
+    AttnPostNorm,
+    MlpPostNorm,
     /// Of the MLP, or of the shared experts; likewise up and down.
     Gate,
     Up,
@@ -221,6 +229,10 @@ pub enum StepTable {
     Positions,
     /// `[positions, rotated]` f32: cosines and sines of all positions.
     Rotations,
+    /// The same of a second rope.
+    SecondRotations,
+    /// `[tokens]` u32: the numbers of the rows.
+    Rows,
     /// `[tokens]` u32: where keys and values are written.
     Slots,
     /// `[decodes, 2]` u32: the keys that decodes read.

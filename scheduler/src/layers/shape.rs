@@ -1,6 +1,6 @@
 //! A model's shape.
 
-use super::{Experts, LatentAttention, LinearAttention};
+use super::{Experts, LatentAttention, LayerStyle, LinearAttention};
 use crate::kv::parts::LayerPages;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::profile::DeviceProfile;
@@ -51,6 +51,9 @@ pub struct ModelShape {
     /// Whether each head of attention has a sink (gpt-oss).
     #[serde(default)]
     pub sinks: bool,
+    /// What else its layers do.
+    #[serde(default)]
+    pub style: LayerStyle,
     /// The format of the layers' matrices, if they are not stored in `weight`.
     #[serde(default)]
     pub format: Option<WeightFormat>,
@@ -189,6 +192,9 @@ impl ModelShape {
         };
         if let Some(experts) = self.experts.filter(|experts| experts.spread > 1) {
             return even("experts", experts.count);
+        }
+        if let Some(why) = self.style.undivided().filter(|_| devices > 1) {
+            return Err(format!("{why} cannot be divided over {devices} devices"));
         }
         even("heads", self.heads)?;
         even("rows of the MLP", self.intermediate)?;

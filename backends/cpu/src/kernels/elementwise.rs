@@ -210,6 +210,8 @@ unsafe fn turn_neighbours<S: Simd>(x: *mut u8, dtype: DType, cos: *const u8, hal
 pub(crate) enum Binary {
     /// Computes `a / (1 + exp(-a)) * b`.
     SiluMul,
+    /// Computes `gelu(a) * b` in the form with tanh.
+    GeluMul,
     /// Computes `a + b`.
     Add,
 }
@@ -238,6 +240,14 @@ impl SimdTask for BinaryKernel {
                     Binary::Add => S::add(x, y),
                     Binary::SiluMul => {
                         let e = exp::<S>(S::sub(S::splat(0.0), x));
+                        S::mul(S::div(x, S::add(S::splat(1.0), e)), y)
+                    }
+                    Binary::GeluMul => {
+                        // 2 sqrt(2 / pi), and 0.044715 times it
+                        let first = S::splat(1.595_769_1);
+                        let third = S::splat(0.071_354_81);
+                        let factor = S::add(first, S::mul(third, S::mul(x, x)));
+                        let e = exp::<S>(S::sub(S::splat(0.0), S::mul(x, factor)));
                         S::mul(S::div(x, S::add(S::splat(1.0), e)), y)
                     }
                 };

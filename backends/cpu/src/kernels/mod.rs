@@ -176,6 +176,7 @@ pub(crate) unsafe fn run(
             unsafe { isa.run(AttnMergeRows { acc, stat, sinks, out, parts, rows, range, head_dim, dtype }) };
         }
         OpSig::SiluMul { elements, x } => elements_of(Binary::SiluMul, args, elements, x, worker),
+        OpSig::GeluMul { elements, x } => elements_of(Binary::GeluMul, args, elements, x, worker),
         OpSig::ClampedSwiglu { elements, alpha, limit, x: dtype } => {
             let range = worker.share_in(to_usize(elements), 1024);
             let (gate_up, out, alpha, limit) = (args[0], args[1], alpha.0, limit.0);

@@ -20,7 +20,7 @@ const PREFILL: &str = concat!(portable!("scaled.h"), portable!("keys.h"), includ
 /// A source file, without macros and prologue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum KernelSource {
-    /// `add`, `silu_mul`, `clamped_swiglu`, `combine`, `rope`, `embed`.
+    /// `add`, `silu_mul`, `gelu_mul`, `clamped_swiglu`, `combine`, `rope`, `embed`.
     Elements,
     /// `kv_write`, `kv_gather`, `kv_scatter`.
     Kv,

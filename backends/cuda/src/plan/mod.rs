@@ -308,7 +308,7 @@ fn rope_kv(queries: &PlannedOp, keys: &PlannedOp, write: &PlannedOp) -> Result<O
 #[expect(clippy::too_many_lines, reason = "one arm for each kind of operation")]
 fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Result<PlanStep> {
     match *sig {
-        OpSig::Add { elements, x } | OpSig::SiluMul { elements, x } => {
+        OpSig::Add { elements, x } | OpSig::SiluMul { elements, x } | OpSig::GeluMul { elements, x } => {
             let vec = vector(elements, operands);
             args.push(KernelArg::U64(elements / vec));
             let program = elements_program(x, x, vec);

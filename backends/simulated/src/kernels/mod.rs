@@ -27,6 +27,7 @@ enum Tag {
     Route,
     Combine,
     CopyColumns,
+    GeluMul,
 }
 
 /// Runs one command.
@@ -43,6 +44,7 @@ pub(crate) fn run(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
         OpSig::Rope { .. } => rows::rope(store, cmd),
         OpSig::CopyColumns { .. } => rows::copy_columns(store, cmd),
         OpSig::SiluMul { x, .. } => rows::elementwise(store, Tag::SiluMul, args, x),
+        OpSig::GeluMul { x, .. } => rows::elementwise(store, Tag::GeluMul, args, x),
         OpSig::Add { x, .. } => rows::elementwise(store, Tag::Add, args, x),
         OpSig::ClampedSwiglu { .. } => experts::swiglu(store, cmd),
         OpSig::Route { .. } => experts::route(store, cmd),

@@ -1,4 +1,4 @@
-// add, silu_mul, clamped_swiglu, combine, narrow, fill, embed, copy_columns: a thread per word of the output;
+// add, silu_mul, gelu_mul, clamped_swiglu, combine, narrow, fill, embed, copy_columns: a thread per word of the output;
 // rope: per UNIT pairs of OWN heads.
 
 struct Shape { count: u32, width: u32, heads: u32, first: u32, end: u32, word: u32 }
@@ -23,6 +23,20 @@ fn silu_mul(thread: Thread) {
     let more = i + 1u < p.s.count && PER_WORD == 2u;
     let j = select(i, i + 1u, more);
     put_word(i, silu_times(in0(i), in1(i)), true, silu_times(in0(j), in1(j)), more);
+}
+
+// In the form with tanh: 1.5957691 is 2 sqrt(2 / pi), and 0.0713548 is 0.044715 times it.
+fn gelu_times(gate: f32, up: f32) -> f32 {
+    return gate / (1.0 + exp(-gate * (1.5957691216057308 + 0.07135481282052617 * gate * gate))) * up;
+}
+
+@compute @workgroup_size(GROUP)
+fn gelu_mul(thread: Thread) {
+    let i = thread_of(thread) * PER_WORD;
+    if i >= p.s.count { return; }
+    let more = i + 1u < p.s.count && PER_WORD == 2u;
+    let j = select(i, i + 1u, more);
+    put_word(i, gelu_times(in0(i), in1(i)), true, gelu_times(in0(j), in1(j)), more);
 }
 
 // `first` and `end` are the bits of alpha and the limit.

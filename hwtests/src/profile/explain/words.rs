@@ -38,6 +38,13 @@ pub(super) const OPERATIONS: &[Metric] = &[
         decides: "A small part of every layer with experts.",
         typical: "As silu_mul.",
     },
+    Metric {
+        name: "gelu_mul",
+        meaning: "Time of gelu(gate) * up over e elements: the activation of Gemma's MLP.",
+        method: "As silu_mul.",
+        decides: "A small part of every layer.",
+        typical: "As silu_mul.",
+    },
     word(
         "rms_norm",
         "Time to norm t rows of the f32 residual stream, of length h, into activations.",

@@ -6,25 +6,25 @@ use std::collections::BTreeMap;
 
 /// Lines of product code of each crate at most, without comments, blank lines and tests.
 const LINES: &[(&str, usize)] = &[
-    ("backends/cpu", 8160),
+    ("backends/cpu", 8170),
     ("backends/cuda", 3340),
     ("backends/discover", 1718),
     ("backends/opencl", 1152),
-    ("backends/plugin", 1249),
+    ("backends/plugin", 1250),
     ("backends/remote", 2085),
-    ("backends/simulated", 2440),
+    ("backends/simulated", 2442),
     ("backends/wgpu", 2905),
     ("backends/wire", 6469),
-    ("hal", 5952),
-    ("hwtests", 12_390),
-    ("runtime", 38_730),
+    ("hal", 5962),
+    ("hwtests", 12_416),
+    ("runtime", 39_840),
     ("runtime/cli", 15_435),
     ("runtime/engines", 2997),
     ("runtime/fuzz", 1194),
     ("runtime/planner", 1216),
     ("runtime/report", 754),
-    ("runtime/sim", 8291),
-    ("scheduler", 16_292),
+    ("runtime/sim", 8293),
+    ("scheduler", 16_345),
 ];
 
 /// One in this many removed lines may grow again before the budget must fall.

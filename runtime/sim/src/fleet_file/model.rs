@@ -4,6 +4,7 @@ use super::{FleetFileError, Model, raw};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{DType, StoredAs};
 use mixfleet_scheduler::cost::ModelShape;
+use mixfleet_scheduler::layers::LayerStyle;
 use mixfleet_scheduler::models;
 
 /// Tokens per page of an engine's KV; it affects little but the cost of a page table.
@@ -136,6 +137,7 @@ fn inline(raw: &raw::Model, stored: StoredAs, kv: DType) -> Result<ModelShape, F
         qk_norm: false,
         rotary: None,
         sinks: false,
+        style: LayerStyle::default(),
         format: stored.format(),
         experts: None,
         latent: None,

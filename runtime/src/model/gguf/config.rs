@@ -6,7 +6,7 @@ use super::file::{GgufFile, GgufTensor};
 use super::kinds::GgmlKind;
 use super::text;
 use mixfleet_hal::DType;
-use mixfleet_hal::cast::to_f32;
+use mixfleet_hal::cast::{to_f32, to_u32};
 use serde_json::{Map, Value, json};
 
 /// A supported architecture, and the `model_type` that it is here.
@@ -15,22 +15,54 @@ struct GgufArchitecture {
     model_type: &'static str,
     /// The `model_type` if it has experts; none if it never does.
     with_experts: Option<&'static str>,
+    /// Those of [`UNSUPPORTED`] that are read here.
+    reads: &'static [&'static str],
+    /// Whether a part of a head may be rotated.
+    partial_rope: bool,
 }
 
-const ARCHITECTURES: [GgufArchitecture; 5] = [
-    GgufArchitecture { name: "llama", model_type: "llama", with_experts: Some("mixtral") },
-    GgufArchitecture { name: "qwen2", model_type: "qwen2", with_experts: None },
-    GgufArchitecture { name: "qwen3", model_type: "qwen3", with_experts: None },
-    GgufArchitecture { name: "qwen2moe", model_type: "qwen2_moe", with_experts: Some("qwen2_moe") },
-    GgufArchitecture { name: "qwen3moe", model_type: "qwen3_moe", with_experts: Some("qwen3_moe") },
+const ARCHITECTURES: [GgufArchitecture; 12] = [
+    GgufArchitecture { with_experts: Some("mixtral"), ..of("llama", "llama") },
+    of("qwen2", "qwen2"),
+    of("qwen3", "qwen3"),
+    GgufArchitecture { with_experts: Some("qwen2_moe"), ..of("qwen2moe", "qwen2_moe") },
+    GgufArchitecture { with_experts: Some("qwen3_moe"), ..of("qwen3moe", "qwen3_moe") },
+    GgufArchitecture { reads: &[WINDOW], partial_rope: true, ..of("phi3", "phi3") },
+    of("smollm3", "smollm3"),
+    GgufArchitecture {
+        reads: &["attention.scale", "embedding_scale", "logit_scale", "residual_scale"],
+        ..of("granite", "granite")
+    },
+    // with windows it is OLMo 3
+    GgufArchitecture { reads: &[WINDOW, PATTERN], ..of("olmo2", "olmo2") },
+    GgufArchitecture { with_experts: Some("olmoe"), ..of("olmoe", "olmoe") },
+    GgufArchitecture { partial_rope: true, ..of("glm4", "glm4") },
+    GgufArchitecture { reads: &[WINDOW, PATTERN], ..of("exaone4", "exaone4") },
 ];
 
+const fn of(name: &'static str, model_type: &'static str) -> GgufArchitecture {
+    GgufArchitecture { name, model_type, with_experts: None, reads: &[], partial_rope: false }
+}
+
+const WINDOW: &str = "attention.sliding_window";
+const PATTERN: &str = "attention.sliding_window_pattern";
+
 /// Factors that divide the frequencies of rope (Llama 3).
-pub(super) const ROPE_FACTORS: &str = "rope_freqs.weight";
+const ROPE_FACTORS: &str = "rope_freqs.weight";
+/// The same of Phi-3, of contexts up to the one that it was first trained on.
+const SHORT_FACTORS: &str = "rope_factors_short.weight";
+
+/// Tensors that are read with the configuration, and those that only longer contexts than the model's use.
+pub(super) const OF_ROPE: [&str; 3] = [ROPE_FACTORS, SHORT_FACTORS, "rope_factors_long.weight"];
+
+/// The factors that divide the frequencies of rope, if the file has some.
+pub(super) fn rope_factors(gguf: &GgufFile) -> Option<(&'static str, &GgufTensor)> {
+    OF_ROPE[..2].iter().find_map(|name| Some((*name, gguf.tensors.get(*name)?)))
+}
 
 /// Keys behind the architecture's name that change what a model computes, and that are read by nothing here:
 /// refused where they have an effect.
-const UNSUPPORTED: [&str; 37] = [
+const UNSUPPORTED: [&str; 38] = [
     "activation.situ_beta",
     "adapters.count",
     "attention.clamp_kqv",
@@ -63,6 +95,7 @@ const UNSUPPORTED: [&str; 37] = [
     "logit_scale",
     "nextn_predict_layers",
     "residual_scale",
+    "rope.dimension_sections",
     "rope.scaling.alpha",
     "rope.scaling.yarn_log_multiplier",
     "ssm.state_size",
@@ -110,7 +143,7 @@ pub(in super::super) fn config(gguf: &GgufFile, bytes: Option<&[u8]>) -> Result<
         return Err(gguf.error("general.architecture", problem));
     };
     let keys = ArchitectureKeys { gguf, architecture: name };
-    for name in UNSUPPORTED {
+    for name in UNSUPPORTED.into_iter().filter(|name| !architecture.reads.contains(name)) {
         if gguf.has_effect(&keys.key(name)) {
             return Err(keys.error(name, "not supported in a GGUF file of this architecture"));
         }
@@ -118,12 +151,14 @@ pub(in super::super) fn config(gguf: &GgufFile, bytes: Option<&[u8]>) -> Result<
     if gguf.flag(&keys.key("attention.causal"))? == Some(false) {
         return Err(keys.error("attention.causal", "false is not supported: this is no decoder"));
     }
-    let mut object = shape(&keys)?;
+    let mut object = shape(&keys, architecture)?;
     let experts = experts(&keys, architecture)?;
     let model_type = match (&experts, architecture.with_experts) {
         (Some(_), Some(model_type)) => model_type,
         _ => architecture.model_type,
     };
+    let (model_type, own) = family_fields(&keys, model_type)?;
+    object.extend(own);
     object.insert("model_type".to_owned(), model_type.into());
     object.extend(experts.unwrap_or_default());
     if let Some(scaling) = rope_scaling(&keys)? {
@@ -134,6 +169,7 @@ pub(in super::super) fn config(gguf: &GgufFile, bytes: Option<&[u8]>) -> Result<
         object.insert("bos_token_id".to_owned(), bos.into());
     }
     let mut config = ModelConfig::parse(&gguf.file, &object)?;
+    config.layout.fused_qkv = gguf.tensors.contains_key("blk.0.attn_qkv.weight");
     let has_bias = |modules: &[&str]| {
         modules.iter().any(|module| {
             let mut layers = (0..config.layers).map(|layer| format!("blk.{layer}.{module}.bias"));
@@ -143,9 +179,14 @@ pub(in super::super) fn config(gguf: &GgufFile, bytes: Option<&[u8]>) -> Result<
     let (qkv, output) = (has_bias(&["attn_q", "attn_k", "attn_v"]), has_bias(&["attn_output"]));
     let mlp = has_bias(&["ffn_gate", "ffn_up", "ffn_down"]);
     (config.qkv_bias, config.o_bias, config.mlp_bias) = (qkv, output, mlp && config.experts.is_none());
-    if let Some(factors) = gguf.tensors.get(ROPE_FACTORS) {
+    if let Some((name, factors)) = rope_factors(gguf) {
         let stored = bytes.and_then(|bytes| bytes.get(factors.range.clone()));
-        divide_frequencies(gguf, &mut config, factors, stored)?;
+        divide_frequencies(gguf, &mut config, name, factors, stored)?;
+        if name == SHORT_FACTORS {
+            config.rope.scale = to_f32(keys.float("rope.scaling.attn_factor")?.unwrap_or(1.0));
+            let original = keys.number("rope.scaling.original_context_length")?;
+            config.context_max = config.context_max.min(original.map_or(u32::MAX, to_u32));
+        }
     }
     let up = ["ffn_up", "ffn_up_exps"].map(|name| gguf.tensors.get(&format!("blk.0.{name}.weight")));
     let up = up.into_iter().flatten().next();
@@ -154,11 +195,15 @@ pub(in super::super) fn config(gguf: &GgufFile, bytes: Option<&[u8]>) -> Result<
 }
 
 /// The fields that every architecture has.
-fn shape(keys: &ArchitectureKeys) -> Result<Map<String, Value>> {
+fn shape(keys: &ArchitectureKeys, architecture: &GgufArchitecture) -> Result<Map<String, Value>> {
     let gguf = keys.gguf;
     let (heads, hidden) = (keys.required("attention.head_count")?, keys.required("embedding_length")?);
     let head_dim = keys.number("attention.key_length")?.unwrap_or(hidden / heads.max(1));
+    let rotated = keys.number("rope.dimension_count")?.unwrap_or(head_dim);
     for name in ["attention.value_length", "rope.dimension_count"] {
+        if name == "rope.dimension_count" && architecture.partial_rope {
+            continue;
+        }
         if keys.number(name)?.is_some_and(|length| length != head_dim) {
             let problem = format!("not supported unless it is the head's length, {head_dim}");
             return Err(keys.error(name, problem));
@@ -169,7 +214,7 @@ fn shape(keys: &ArchitectureKeys) -> Result<Map<String, Value>> {
     };
     let eps = keys.float("attention.layer_norm_rms_epsilon")?;
     let eps = eps.ok_or_else(|| keys.error("attention.layer_norm_rms_epsilon", "missing"))?;
-    let object = json!({
+    let mut object = json!({
         "hidden_size": hidden,
         "intermediate_size": keys.required("feed_forward_length")?,
         "num_hidden_layers": keys.required("block_count")?,
@@ -183,7 +228,66 @@ fn shape(keys: &ArchitectureKeys) -> Result<Map<String, Value>> {
         "rope_theta": keys.float("rope.freq_base")?.unwrap_or(10_000.0),
         "dtype": "bfloat16",
     });
+    if architecture.partial_rope {
+        object["partial_rotary_factor"] = json!(rotated as f64 / head_dim.max(1) as f64);
+    }
     Ok(object.as_object().cloned().unwrap_or_default())
+}
+
+/// The fields that one architecture alone has, and the family if they tell it.
+fn family_fields(
+    keys: &ArchitectureKeys,
+    model_type: &'static str,
+) -> Result<(&'static str, Map<String, Value>)> {
+    let window = keys.number(WINDOW)?.filter(|window| *window > 0);
+    let scale = |name: &str| -> Result<Option<f64>> { Ok(keys.float(name)?.filter(|scale| *scale != 0.0)) };
+    let (model_type, fields) = match model_type {
+        "granite" => {
+            if keys.gguf.flag(&keys.key("rope.scaling.finetuned"))? == Some(false) {
+                return Err(keys.error("rope.scaling.finetuned", "false is not supported: no layer has rope"));
+            }
+            let head_dim = keys.required("embedding_length")? / keys.required("attention.head_count")?.max(1);
+            let head_dim = keys.number("attention.key_length")?.unwrap_or(head_dim);
+            let usual = 1.0 / (head_dim.max(1) as f64).sqrt();
+            let fields = json!({
+                "logits_scaling": scale("logit_scale")?.unwrap_or(1.0),
+                "residual_multiplier": scale("residual_scale")?.unwrap_or(1.0),
+                "embedding_multiplier": scale("embedding_scale")?.unwrap_or(1.0),
+                "attention_multiplier": scale("attention.scale")?.unwrap_or(usual),
+            });
+            (model_type, fields)
+        }
+        "olmo2" if window.is_some() => {
+            ("olmo3", json!({"sliding_window": window, "layer_types": layer_types(keys)?}))
+        }
+        // llama.cpp takes windows for those of the model of 64 layers alone
+        "exaone4" => {
+            let layers = keys.required("block_count")?;
+            match layers {
+                64 => {
+                    let window = window.unwrap_or(4096);
+                    ("exaone4", json!({"sliding_window": window, "layer_types": layer_types(keys)?}))
+                }
+                _ => ("exaone4", json!({"sliding_window": null})),
+            }
+        }
+        _ => (model_type, json!({})),
+    };
+    Ok((model_type, fields.as_object().cloned().unwrap_or_default()))
+}
+
+/// Whether each layer has a window: as a list says, or all but each one of so many.
+fn layer_types(keys: &ArchitectureKeys) -> Result<Vec<&'static str>> {
+    let of = |slides: bool| if slides { "sliding_attention" } else { "full_attention" };
+    let own = keys.float("rope.freq_base_swa")?;
+    if own.is_some_and(|own| keys.float("rope.freq_base").ok().flatten() != Some(own)) {
+        return Err(keys.error("rope.freq_base_swa", "not supported unless it is rope.freq_base"));
+    }
+    if let Ok(Some(of_layers)) = keys.gguf.numbers(&keys.key(PATTERN)) {
+        return Ok(of_layers.iter().map(|slides| of(*slides != 0.0)).collect());
+    }
+    let every = keys.number(PATTERN)?.unwrap_or(4);
+    Ok((1..=keys.required("block_count")?).map(|layer| of(every == 0 || layer % every != 0)).collect())
 }
 
 /// The fields of experts, if there are any.
@@ -232,10 +336,13 @@ fn rope_scaling(keys: &ArchitectureKeys) -> Result<Option<Value>> {
     let attention = keys.float("rope.scaling.attn_factor")?.unwrap_or(1.0);
     let kind_key = keys.key("rope.scaling.type");
     let kind = keys.gguf.text(&kind_key)?;
-    if kind != Some("yarn") && attention != 1.0 {
+    let is_long = keys.gguf.tensors.contains_key(SHORT_FACTORS);
+    if kind != Some("yarn") && attention != 1.0 && !is_long {
         return Err(keys.error("rope.scaling.attn_factor", "not supported without yarn"));
     }
     match (kind.unwrap_or("linear"), factor) {
+        // the tensors of factors say the rest
+        ("linear" | "longrope", None) if is_long => Ok(None),
         ("none", _) | ("linear", None) => Ok(None),
         ("linear", Some(factor)) => Ok(Some(json!({"rope_type": "linear", "factor": factor}))),
         ("yarn", factor) => {
@@ -269,18 +376,19 @@ fn rope_scaling(keys: &ArchitectureKeys) -> Result<Option<Value>> {
 fn divide_frequencies(
     gguf: &GgufFile,
     config: &mut ModelConfig,
+    name: &str,
     factors: &GgufTensor,
     stored: Option<&[u8]>,
 ) -> Result<()> {
     let frequencies = &mut config.rope.inv_freq;
     if factors.kind != GgmlKind::F32 || factors.rows != 1 || factors.columns != frequencies.len() as u64 {
         let problem = format!("expected {} factors in F32", frequencies.len());
-        return Err(Error::tensor(&gguf.file, ROPE_FACTORS, problem));
+        return Err(Error::tensor(&gguf.file, name, problem));
     }
     for (frequency, factor) in frequencies.iter_mut().zip(DType::F32.decode(stored.unwrap_or_default())) {
         *frequency /= to_f32(factor);
         if !(frequency.is_finite() && *frequency > 0.0) {
-            return Err(Error::tensor(&gguf.file, ROPE_FACTORS, format!("{factor} is no factor")));
+            return Err(Error::tensor(&gguf.file, name, format!("{factor} is no factor")));
         }
     }
     Ok(())

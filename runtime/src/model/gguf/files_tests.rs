@@ -9,7 +9,7 @@ const VOCAB: usize = 16;
 
 /// A file that is being written: keys and tensors in F32.
 #[derive(Clone, Default)]
-struct Small {
+pub(super) struct Small {
     keys: Vec<(String, Vec<u8>)>,
     tensors: Vec<(String, Vec<u64>, u32, Vec<u8>)>,
 }
@@ -25,7 +25,7 @@ impl Small {
         self
     }
 
-    fn number(self, name: &str, value: u32) -> Self {
+    pub(super) fn number(self, name: &str, value: u32) -> Self {
         self.key(name, 4, &value.to_le_bytes())
     }
 
@@ -33,8 +33,27 @@ impl Small {
         self.key(name, 2, &value.to_le_bytes())
     }
 
-    fn float(self, name: &str, value: f32) -> Self {
+    pub(super) fn float(self, name: &str, value: f32) -> Self {
         self.key(name, 6, &value.to_le_bytes())
+    }
+
+    pub(super) fn flag(self, name: &str, value: bool) -> Self {
+        self.key(name, 7, &[u8::from(value)])
+    }
+
+    /// The same with another architecture, whose name its keys begin with.
+    pub(super) fn of_architecture(mut self, name: &str) -> Self {
+        for (key, _) in &mut self.keys {
+            if let Some(rest) = key.strip_prefix("llama.") {
+                *key = format!("{name}.{rest}");
+            }
+        }
+        self.text("general.architecture", name)
+    }
+
+    pub(super) fn without(mut self, tensor: &str) -> Self {
+        self.tensors.retain(|(known, ..)| known != tensor);
+        self
     }
 
     fn text(self, name: &str, value: &str) -> Self {
@@ -46,7 +65,7 @@ impl Small {
         self.key(name, 9, &[head, values.concat()].concat())
     }
 
-    fn tensor(mut self, name: &str, lengths: &[u64], value: f32) -> Self {
+    pub(super) fn tensor(mut self, name: &str, lengths: &[u64], value: f32) -> Self {
         self.tensors.retain(|(known, ..)| known != name);
         let count = lengths.iter().product::<u64>() as usize;
         let numbers = (0..count).flat_map(|at| (value + at as f32 / 1024.0).to_le_bytes());
@@ -55,7 +74,7 @@ impl Small {
     }
 
     /// A llama of one layer with 16 tokens, whose last ones are `named`.
-    fn llama(named: &[&str]) -> Self {
+    pub(super) fn llama(named: &[&str]) -> Self {
         let mut tokens: Vec<String> = ('a'..='p').map(String::from).collect();
         for (token, name) in tokens.iter_mut().rev().zip(named) {
             (*name).clone_into(token);
@@ -118,7 +137,7 @@ impl Small {
     }
 
     /// Written to a file of its own and opened.
-    fn open(&self, name: &str) -> Result<Checkpoint> {
+    pub(super) fn open(&self, name: &str) -> Result<Checkpoint> {
         let directory = scratch(name);
         let file = directory.join("small.gguf");
         self.write(&file);

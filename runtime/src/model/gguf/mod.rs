@@ -16,6 +16,8 @@ pub(super) use model::open;
 pub(super) use text::{template, tokenizer};
 
 #[cfg(test)]
+mod families_tests;
+#[cfg(test)]
 mod files_tests;
 #[cfg(test)]
 mod tests;

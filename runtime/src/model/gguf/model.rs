@@ -6,14 +6,16 @@ use super::super::load::{AlignedBytes, Checkpoint, Location};
 use super::super::made::{MadeMatrix, MadePart, SourceTensor};
 use super::super::names::{self, PlannedTensor};
 use super::super::repack;
+use super::super::stored::{self, StoredTensor};
 use super::blocks::{self, BlockPart};
-use super::config::{ROPE_FACTORS, config};
+use super::config::{OF_ROPE, config, rope_factors};
 use super::file::{GgufFile, GgufTensor};
 use super::kinds::GgmlKind;
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::{DType, FileMapper, HostMemory, MatrixKind};
 use mixfleet_scheduler::layers::Weight;
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -36,7 +38,7 @@ pub(in super::super) fn open(file: &Path, mapper: &dyn FileMapper) -> Result<Che
         memories.push(memory);
     }
     gguf.check_complete()?;
-    let factors = gguf.tensors.get(ROPE_FACTORS).map_or(0, |tensor| tensor.shard);
+    let factors = rope_factors(&gguf).map_or(0, |(_, tensor)| tensor.shard);
     let config = config(&gguf, Some(memories[factors].as_bytes()))?;
     let mut loading = GgufLoading::new(gguf, config, memories);
     for planned in names::tensors(&loading.config) {
@@ -69,7 +71,7 @@ impl GgufLoading {
             tensors: HashMap::new(),
             made: BTreeMap::new(),
             aside: AlignedBytes::default(),
-            read: HashSet::from([ROPE_FACTORS.to_owned()]),
+            read: OF_ROPE.map(str::to_owned).into(),
             plain_bytes: BTreeMap::new(),
         }
     }
@@ -77,6 +79,8 @@ impl GgufLoading {
     /// Finds a tensor of the model.
     fn take(&mut self, planned: PlannedTensor) -> Result<()> {
         let stored = self.stored_name(&planned);
+        let StoredTensor { rows: fused, fold, shape: whole, .. } =
+            stored::stored_tensor(&self.config, &planned);
         let PlannedTensor { name, shape, weight, expert, .. } = planned;
         let file = self.gguf.file.clone();
         let found = stored.and_then(|name| self.gguf.tensors.get(&name).cloned().map(|t| (name, t)));
@@ -91,9 +95,11 @@ impl GgufLoading {
             return Err(Error::tensor(&file, &name, problem));
         };
         let (rows, columns) = if let [rows, columns] = shape[..] { (rows, columns) } else { (1, shape[0]) };
-        let tensor = match expert {
-            Some(expert) => part_of_experts(&tensor, rows, expert),
-            None => Some(tensor),
+        let tensor = match (expert, fused) {
+            (Some(expert), _) => part_of_experts(&tensor, rows, expert),
+            (None, Some(part)) if tensor.rows == whole[0] => tensor_rows(&tensor, part),
+            (None, Some(_)) => None,
+            (None, None) => Some(tensor),
         };
         let tensor = tensor.filter(|tensor| (tensor.rows, tensor.columns) == (rows, columns));
         let Some(tensor) = tensor else {
@@ -110,6 +116,11 @@ impl GgufLoading {
                     repack::unpaired(row, head_dim)
                 });
                 self.put_aside(name, dtype, shape, &ordered);
+            }
+            Some(dtype) if fold.is_some() => {
+                let bytes = self.memories[tensor.shard].as_bytes().get(tensor.range.clone());
+                let folded = fold.map(|fold| fold.apply(dtype, bytes.unwrap_or_default()));
+                self.put_aside(name, DType::F32, shape, &folded.unwrap_or_default());
             }
             Some(dtype) if !paired => {
                 if shape.len() == 2 {
@@ -183,6 +194,10 @@ impl GgufLoading {
             Weight::LmHead => "output",
             Weight::AttnNorm => "attn_norm",
             Weight::MlpNorm => "ffn_norm",
+            Weight::AttnPostNorm => "post_attention_norm",
+            Weight::MlpPostNorm => "post_ffw_norm",
+            Weight::Q | Weight::K | Weight::V if self.config.layout.fused_qkv => "attn_qkv",
+            Weight::Gate | Weight::Up if self.config.layout.fused_mlp => "ffn_up",
             Weight::Q | Weight::QBias => "attn_q",
             Weight::K | Weight::KBias => "attn_k",
             Weight::V | Weight::VBias => "attn_v",
@@ -212,7 +227,7 @@ impl GgufLoading {
 
     /// Whether rows of a tensor stand in the order of pairs that rope turns.
     fn is_paired(&self, weight: Weight) -> bool {
-        let paired = ["llama", "mixtral"].contains(&self.config.family.as_str());
+        let paired = ["llama", "mixtral", "granite", "smollm3"].contains(&self.config.family.as_str());
         paired && matches!(weight, Weight::Q | Weight::K | Weight::QBias | Weight::KBias)
     }
 }
@@ -223,6 +238,14 @@ fn part_of_experts(all: &GgufTensor, rows: u64, expert: u32) -> Option<GgufTenso
     let start = all.range.start.checked_add(bytes.checked_mul(expert as usize)?)?;
     let end = start.checked_add(bytes).filter(|end| *end <= all.range.end)?;
     Some(GgufTensor { rows, range: start..end, ..all.clone() })
+}
+
+/// Some rows of a tensor.
+fn tensor_rows(all: &GgufTensor, rows: Range<u64>) -> Option<GgufTensor> {
+    let row_bytes = (all.range.len() as u64).checked_div(all.rows)?;
+    let byte = |row: u64| Some(all.range.start + to_usize(row.checked_mul(row_bytes)?));
+    let range = byte(rows.start)?..byte(rows.end)?;
+    (range.end <= all.range.end).then(|| GgufTensor { rows: rows.end - rows.start, range, ..all.clone() })
 }
 
 /// A matrix of blocks or of elements, whose rows stand in the order of pairs in heads of this length, if so,

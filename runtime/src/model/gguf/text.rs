@@ -6,6 +6,7 @@ use super::super::tokenizer::Tokenizer;
 use super::file::GgufFile;
 use super::pre::{self, PreTokenizer};
 use serde_json::{Value, json};
+use std::borrow::Cow;
 use std::collections::HashMap;
 use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::{AddedToken, DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper};
@@ -84,8 +85,8 @@ enum GgufVocabularyKind {
 
 /// The tokens of a file, and what each is.
 struct GgufTokens<'a> {
-    names: &'a [String],
-    ids: HashMap<&'a str, u32>,
+    names: Cow<'a, [String]>,
+    ids: HashMap<String, u32>,
     types: Vec<f64>,
     /// Those that end an answer.
     ends: Vec<u32>,
@@ -112,12 +113,25 @@ fn model(gguf: &GgufFile) -> Result<GgufVocabularyKind> {
     }
 }
 
+/// The texts of tokens, in which an empty one is called what llama.cpp calls it: a file may have several.
+fn with_empty_named(names: &[String]) -> Cow<'_, [String]> {
+    if names.iter().all(|name| !name.is_empty()) {
+        return Cow::Borrowed(names);
+    }
+    let named = |(id, name): (usize, &String)| match name.is_empty() {
+        true => format!("[EMPTY_{id}]"),
+        false => name.clone(),
+    };
+    Cow::Owned(names.iter().enumerate().map(named).collect())
+}
+
 impl<'a> GgufTokens<'a> {
     fn read(gguf: &'a GgufFile) -> Result<Self> {
         let names = gguf.texts(TOKENS)?.ok_or_else(|| gguf.error(TOKENS, "missing"))?;
+        let names = with_empty_named(names);
         let mut ids = HashMap::with_capacity(names.len());
-        for (id, name) in (0..).zip(names) {
-            if let Some(first) = ids.insert(name.as_str(), id) {
+        for (id, name) in (0..).zip(&*names) {
+            if let Some(first) = ids.insert(name.clone(), id) {
                 return Err(gguf.error(TOKENS, format!("tokens {first} and {id} are both {name:?}")));
             }
         }
@@ -159,12 +173,12 @@ impl<'a> GgufTokens<'a> {
             let known = gguf.token(key)?.filter(|id| (*id as usize) < self.names.len());
             ends.extend(known);
             let by_name = FILL_NAMES.iter().filter(|(of, _)| *of == key && known.is_none());
-            ends.extend(by_name.flat_map(|(_, names)| *names).find_map(|name| self.ids.get(name).copied()));
+            ends.extend(by_name.flat_map(|(_, names)| *names).find_map(|name| self.ids.get(*name).copied()));
         }
         if matches!(model(gguf), Ok(GgufVocabularyKind::SentencePiece)) && gguf.token(EOS)?.is_none() {
             ends.extend((self.names.len() > 2).then_some(2));
         }
-        ends.extend(END_NAMES.iter().filter_map(|name| self.ids.get(name).copied()));
+        ends.extend(END_NAMES.iter().filter_map(|name| self.ids.get(*name).copied()));
         ends.sort_unstable();
         ends.dedup();
         Ok(ends)

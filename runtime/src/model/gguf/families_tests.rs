@@ -1,0 +1,78 @@
+//! Small GGUF files of families whose layers differ from Llama's: what is read of their keys and tensors.
+
+use super::files_tests::Small;
+use mixfleet_hal::RotaryPart;
+use mixfleet_scheduler::layers::LayerRope;
+
+const SEPARATE: [&str; 3] = ["attn_q", "attn_k", "attn_v"];
+
+#[test]
+fn multipliers_of_granite_are_read_and_a_file_without_rope_is_refused() {
+    let file = Small::llama(&[])
+        .of_architecture("granite")
+        .float("granite.embedding_scale", 12.0)
+        .float("granite.residual_scale", 0.5)
+        .float("granite.attention.scale", 0.125)
+        .float("granite.logit_scale", 8.0);
+    let checkpoint = file.open("granite-keys").unwrap();
+    let scales = checkpoint.config.scales;
+    assert_eq!((scales.embedding, scales.last_norm, scales.score), (24.0, 0.125, 0.5));
+    assert!((scales.stream_eps / 4e-5 - 1.0).abs() < 1e-6);
+    // the last norm carries what logits are divided by
+    let norm = checkpoint.values("model.norm.weight").expect("a norm");
+    assert_eq!((norm[0], norm[1]), (0.5 / 8.0, f64::from((0.5f32 + 1.0 / 1024.0) / 8.0)));
+    let error = file.flag("granite.rope.scaling.finetuned", false).open("granite-bare").unwrap_err();
+    assert!(error.to_string().contains("rope.scaling.finetuned"), "{error}");
+    let error = Small::llama(&[]).float("llama.residual_scale", 0.5).open("llama-scale").unwrap_err();
+    assert!(error.to_string().contains("residual_scale"), "{error}");
+}
+
+#[test]
+fn matrices_that_are_one_tensor_are_read_as_rows_of_it() {
+    let mut file = Small::llama(&[]).of_architecture("phi3");
+    for name in SEPARATE.iter().chain(&["ffn_gate", "ffn_up"]) {
+        file = file.without(&format!("blk.0.{name}.weight"));
+    }
+    let file = file
+        .tensor("blk.0.attn_qkv.weight", &[32, 96], 0.0)
+        .tensor("blk.0.ffn_up.weight", &[32, 64], 0.0)
+        .tensor("rope_factors_short.weight", &[4], 1.0)
+        .tensor("rope_factors_long.weight", &[4], 2.0)
+        .number("phi3.rope.dimension_count", 8)
+        .number("phi3.rope.scaling.original_context_length", 48)
+        .float("phi3.rope.scaling.attn_factor", 1.25)
+        .number("phi3.attention.sliding_window", 7);
+    let checkpoint = file.open("phi3-fused").unwrap();
+    let first = |name: &str| checkpoint.values(&format!("model.layers.0.{name}.weight")).expect(name)[0];
+    let row = |row: u32| f64::from(row * 32) / 1024.0;
+    let found = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"];
+    assert_eq!(found.map(first), [0, 32, 64, 0, 32].map(row));
+    let config = &checkpoint.config;
+    assert_eq!(config.rotary(), Some(RotaryPart { first: 0, length: 8, interleaved: false }));
+    assert_eq!((config.context_max, config.rope.scale, config.windows[0]), (48, 1.25, None));
+    assert!((config.rope.inv_freq[1] - 0.1 / (1.0 + 1.0 / 1024.0)).abs() < 1e-7);
+}
+
+#[test]
+fn norms_behind_blocks_and_layers_without_rope_are_read() {
+    let mut glm = Small::llama(&[]).of_architecture("glm4").number("glm4.rope.dimension_count", 8);
+    for norm in ["post_attention_norm", "post_ffw_norm"] {
+        glm = glm.tensor(&format!("blk.0.{norm}.weight"), &[32], 1.0);
+    }
+    let glm = glm.without("blk.0.ffn_gate.weight").tensor("blk.0.ffn_up.weight", &[32, 64], 0.0);
+    let config = glm.open("glm4-norms").unwrap().config;
+    assert!(config.style.has_post_norms());
+    assert_eq!(config.rotary(), Some(RotaryPart { first: 0, length: 8, interleaved: true }));
+    let sections = glm.number("glm4.rope.dimension_sections", 4).open("glm4-sections").unwrap_err();
+    assert!(sections.to_string().contains("rope.dimension_sections"), "{sections}");
+    let smollm = Small::llama(&[]).of_architecture("smollm3").open("smollm3").unwrap().config;
+    assert_eq!(smollm.style.ropes, [LayerRope::Main]);
+}
+
+#[test]
+fn several_tokens_without_a_text_are_no_trouble_and_two_equal_ones_are() {
+    let checkpoint = Small::llama(&["", ""]).open("tokens-empty").unwrap();
+    assert_eq!(checkpoint.config.vocab, 16);
+    let error = Small::llama(&["x", "x"]).open("tokens-equal").unwrap_err().to_string();
+    assert!(error.contains("tokens 14 and 15 are both"), "{error}");
+}

@@ -1,0 +1,160 @@
+//! How the tensors of a model are stored: under which names, which of them are one tensor, and what norms are
+//! folded with.
+//!
+//! A tensor that a layer needs may be rows of a stored one (q, k and v in one matrix); norms may be stored
+//! less one, and carry numbers that other places of the model would multiply by.
+
+use super::config::ModelConfig;
+use super::names::{self, PlannedTensor};
+use mixfleet_hal::DType;
+use mixfleet_scheduler::layers::{NormPlacement, Weight};
+use std::ops::Range;
+
+/// How a family's files differ from those of Llama.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TensorLayout {
+    /// Whether q, k and v are one matrix, one below the other.
+    pub fused_qkv: bool,
+    /// Whether gate and up are one matrix, one below the other.
+    pub fused_mlp: bool,
+    /// What norms are called.
+    pub norms: NormNames,
+    /// Whether norms are stored less one (Gemma).
+    pub offset_norms: bool,
+}
+
+/// What the norms of a layer are called, and with that where they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormNames {
+    /// `input_layernorm` and `post_attention_layernorm`, which is before the MLP.
+    Llama,
+    /// The same, and `post_self_attn_layernorm` and `post_mlp_layernorm` after attention and MLP (GLM-4).
+    Glm4,
+    /// `input_layernorm` and `pre_feedforward_layernorm`, and after them `post_attention_layernorm` and
+    /// `post_feedforward_layernorm` (Gemma 3).
+    Gemma,
+    /// `post_attention_layernorm` and `post_feedforward_layernorm`, both after (OLMo 2).
+    Olmo,
+}
+
+impl NormNames {
+    /// Where the norms are.
+    pub(super) const fn placement(self) -> NormPlacement {
+        match self {
+            NormNames::Llama => NormPlacement::Before,
+            NormNames::Glm4 | NormNames::Gemma => NormPlacement::Around,
+            NormNames::Olmo => NormPlacement::After,
+        }
+    }
+
+    /// The name of a norm within a layer; none if layers do not have it.
+    pub(super) const fn name(self, norm: Weight) -> Option<&'static str> {
+        Some(match (self, norm) {
+            (NormNames::Llama | NormNames::Glm4 | NormNames::Gemma, Weight::AttnNorm) => {
+                "input_layernorm.weight"
+            }
+            (NormNames::Gemma, Weight::MlpNorm) => "pre_feedforward_layernorm.weight",
+            (NormNames::Llama | NormNames::Glm4, Weight::MlpNorm) => "post_attention_layernorm.weight",
+            (NormNames::Glm4, Weight::AttnPostNorm) => "post_self_attn_layernorm.weight",
+            (NormNames::Glm4, Weight::MlpPostNorm) => "post_mlp_layernorm.weight",
+            (NormNames::Olmo | NormNames::Gemma, Weight::AttnPostNorm) => "post_attention_layernorm.weight",
+            (NormNames::Olmo | NormNames::Gemma, Weight::MlpPostNorm) => "post_feedforward_layernorm.weight",
+            _ => return None,
+        })
+    }
+}
+
+impl TensorLayout {
+    /// Every tensor apart, and norms as in Llama.
+    pub const LLAMA: TensorLayout =
+        TensorLayout { fused_qkv: false, fused_mlp: false, norms: NormNames::Llama, offset_norms: false };
+}
+
+/// What stored norms are changed by before they are used: `(w + offset) * factor`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct NormFold {
+    offset: f32,
+    factor: f32,
+}
+
+impl NormFold {
+    /// The elements as f32.
+    pub(super) fn apply(self, dtype: DType, stored: &[u8]) -> Vec<u8> {
+        let (offset, factor) = (f64::from(self.offset), f64::from(self.factor));
+        let mut out = Vec::with_capacity(stored.len() * 2);
+        dtype.decode(stored).iter().for_each(|w| DType::F32.encode((w + offset) * factor, &mut out));
+        out
+    }
+}
+
+/// Where a planned tensor is in a checkpoint.
+#[derive(Clone, Debug)]
+pub(super) struct StoredTensor {
+    pub(super) name: String,
+    pub(super) shape: Vec<u64>,
+    /// The rows of it that are the planned tensor, if it is not all of it.
+    pub(super) rows: Option<Range<u64>>,
+    pub(super) fold: Option<NormFold>,
+}
+
+/// Where a planned tensor of a model is in a checkpoint.
+pub(super) fn stored_tensor(config: &ModelConfig, tensor: &PlannedTensor) -> StoredTensor {
+    let fold = fold_of(config, tensor.weight);
+    let part = fused_rows(config, tensor.weight).zip(tensor.layer).filter(|_| tensor.expert.is_none());
+    let Some((FusedRows { name, first, of }, layer)) = part else {
+        return StoredTensor { name: tensor.name.clone(), shape: tensor.shape.clone(), rows: None, fold };
+    };
+    let mut shape = tensor.shape.clone();
+    let rows = first..first + shape[0];
+    shape[0] = of;
+    StoredTensor { name: names::in_layer(layer as usize, name), shape, rows: Some(rows), fold }
+}
+
+/// The tensors of a checkpoint, each once, with the first weight that is made of it.
+pub(super) fn stored_tensors(config: &ModelConfig) -> Vec<(StoredTensor, Weight)> {
+    let mut all: Vec<(StoredTensor, Weight)> = Vec::new();
+    for planned in names::tensors(config) {
+        let stored = stored_tensor(config, &planned);
+        // parts of a tensor follow each other
+        if stored.rows.as_ref().is_none_or(|rows| rows.start == 0) {
+            all.push((stored, planned.weight));
+        }
+    }
+    all
+}
+
+/// Rows of a tensor of several matrices: from `first` on, of so many.
+struct FusedRows {
+    name: &'static str,
+    first: u64,
+    of: u64,
+}
+
+fn fused_rows(config: &ModelConfig, weight: Weight) -> Option<FusedRows> {
+    let n = |count: u32| u64::from(count);
+    let (q, kv) = (n(config.heads) * n(config.head_dim), n(config.kv_heads) * n(config.head_dim));
+    let inner = n(config.intermediate);
+    let TensorLayout { fused_qkv, fused_mlp, .. } = config.layout;
+    let qkv = |first| Some(FusedRows { name: "self_attn.qkv_proj.weight", first, of: q + 2 * kv });
+    let mlp = |first| Some(FusedRows { name: "mlp.gate_up_proj.weight", first, of: 2 * inner });
+    match weight {
+        Weight::Q if fused_qkv => qkv(0),
+        Weight::K if fused_qkv => qkv(q),
+        Weight::V if fused_qkv => qkv(q + kv),
+        Weight::Gate if fused_mlp => mlp(0),
+        Weight::Up if fused_mlp => mlp(inner),
+        _ => None,
+    }
+}
+
+/// What a stored norm is changed by; none if it is used as it is.
+fn fold_of(config: &ModelConfig, weight: Weight) -> Option<NormFold> {
+    let factor = match weight {
+        Weight::LastNorm => config.scales.last_norm,
+        Weight::AttnPostNorm | Weight::MlpPostNorm => config.scales.branch,
+        Weight::AttnNorm | Weight::MlpNorm | Weight::QNorm | Weight::KNorm => 1.0,
+        _ => return None,
+    };
+    let offset = if config.layout.offset_norms { 1.0 } else { 0.0 };
+    (factor != 1.0 || offset != 0.0).then_some(NormFold { offset, factor })
+}

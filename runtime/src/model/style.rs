@@ -1,0 +1,209 @@
+//! What a configuration says of a family's layers beyond the shape of a Llama: which layers are rotated, and
+//! by which numbers the residual stream, scores and logits are multiplied.
+
+use super::config::Rope;
+use super::error::Result;
+use super::family::{Family, QkNorm, StreamScales};
+use super::fields::Fields;
+use super::rope::{self, RopeSize};
+use mixfleet_hal::cast::to_f32;
+use mixfleet_scheduler::layers::{LayerRope, LayerStyle, NormPlacement};
+use serde_json::Value;
+
+/// Numbers that layers multiply by, as the residual stream is kept: it is divided by what the family
+/// multiplies blocks by, since the norms that read it do not see that (their epsilon is divided, too).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ModelScales {
+    /// Epsilon of the norms of the residual stream.
+    pub stream_eps: f32,
+    /// Factor of embeddings.
+    pub embedding: f32,
+    /// Factor of the weights of norms after attention and after the MLP.
+    pub branch: f32,
+    /// Factor of the weights of the last norm.
+    pub last_norm: f32,
+    /// Factor of scores, beside `1/sqrt(head_dim)`. Cosines and sines of queries and keys carry its root.
+    pub score: f32,
+}
+
+impl ModelScales {
+    /// Those of a model that multiplies by nothing.
+    pub(super) fn none(norm_eps: f32) -> Self {
+        ModelScales { stream_eps: norm_eps, embedding: 1.0, branch: 1.0, last_norm: 1.0, score: 1.0 }
+    }
+
+    /// Reads those of a family.
+    ///
+    /// # Errors
+    /// The error names the field.
+    pub(super) fn parse(
+        fields: &Fields,
+        family: &Family,
+        norm_eps: f32,
+        [hidden, head_dim]: [u32; 2],
+    ) -> Result<Self> {
+        let none = ModelScales::none(norm_eps);
+        let factor = |field: &str| -> Result<f64> { Ok(fields.positive(field)?.unwrap_or(1.0)) };
+        match family.scales {
+            StreamScales::None => Ok(none),
+            // norms after blocks carry the inverse, so that embeddings stay as they are
+            StreamScales::Gemma if family.layout.norms.placement() == NormPlacement::Around => {
+                let before = fields.positive("query_pre_attn_scalar")?.unwrap_or(256.0);
+                Ok(ModelScales {
+                    stream_eps: to_f32(f64::from(norm_eps) / f64::from(hidden)),
+                    branch: to_f32(1.0 / f64::from(hidden).sqrt()),
+                    score: to_f32((f64::from(head_dim) / before).sqrt()),
+                    ..none
+                })
+            }
+            StreamScales::Gemma => Ok(ModelScales { embedding: to_f32(f64::from(hidden).sqrt()), ..none }),
+            StreamScales::Granite => {
+                let residual = factor("residual_multiplier")?;
+                Ok(ModelScales {
+                    stream_eps: to_f32(f64::from(norm_eps) / (residual * residual)),
+                    embedding: to_f32(factor("embedding_multiplier")? / residual),
+                    branch: 1.0,
+                    last_norm: to_f32(1.0 / factor("logits_scaling")?),
+                    score: to_f32(factor("attention_multiplier")? * f64::from(head_dim).sqrt()),
+                })
+            }
+        }
+    }
+
+    /// The rope that carries the factor of scores.
+    pub(super) fn scaled(&self, rope: Rope) -> Rope {
+        Rope { scale: rope.scale * self.score.sqrt(), ..rope }
+    }
+}
+
+/// The ropes of a model: that of all layers, or of those that are not rotated by the second one.
+pub(super) struct ModelRopes {
+    pub(super) main: Rope,
+    pub(super) second: Option<Rope>,
+    pub(super) of_layers: Vec<LayerRope>,
+}
+
+impl ModelRopes {
+    /// Reads those of a family whose layers have these windows.
+    ///
+    /// # Errors
+    /// The error names the field.
+    pub(super) fn parse(
+        fields: &Fields,
+        family: &Family,
+        size: RopeSize,
+        windows: &[Option<u32>],
+    ) -> Result<Self> {
+        if let Some(sliding) = family.sliding_rope {
+            let defaults = [family.rope, sliding];
+            let [main, second] = rope::parse_by_kind(fields, size, defaults, "rope_local_base_freq")?;
+            if main == second {
+                return Ok(ModelRopes { main, second: None, of_layers: Vec::new() });
+            }
+            let of =
+                |window: &Option<u32>| if window.is_some() { LayerRope::Second } else { LayerRope::Main };
+            return Ok(ModelRopes {
+                main,
+                second: Some(second),
+                of_layers: windows.iter().map(of).collect(),
+            });
+        }
+        let main = rope::parse(fields, size, family.rope)?;
+        let of_layers = match family.model_type {
+            "smollm3" => bare_layers(fields, windows.len())?,
+            // with windows, layers without one are not rotated
+            "exaone4" if !fields.has("sliding_window") || fields.get("sliding_window").is_some() => {
+                let of = |window: &Option<u32>| match window {
+                    Some(_) => LayerRope::Main,
+                    None => LayerRope::Absent,
+                };
+                windows.iter().map(of).collect()
+            }
+            _ => Vec::new(),
+        };
+        Ok(ModelRopes { main, second: None, of_layers })
+    }
+}
+
+/// Which layers `no_rope_layers`, or else `no_rope_layer_interval`, leaves without rope. A 0 means without.
+fn bare_layers(fields: &Fields, layers: usize) -> Result<Vec<LayerRope>> {
+    const FIELD: &str = "no_rope_layers";
+    let of = |is_rotated: bool| if is_rotated { LayerRope::Main } else { LayerRope::Absent };
+    if let Some(list) = fields.numbers(FIELD)? {
+        if list.len() < layers || list.iter().any(|is_rotated| *is_rotated > 1) {
+            let problem = format!("expected a 0 or 1 for each of {layers} layers");
+            return Err(fields.error(FIELD, problem));
+        }
+        return Ok(list.into_iter().take(layers).map(|is_rotated| of(is_rotated == 1)).collect());
+    }
+    let every = fields.count("no_rope_layer_interval", u32::MAX)?.unwrap_or(4) as usize;
+    Ok((1..=layers).map(|layer| of(!layer.is_multiple_of(every))).collect())
+}
+
+/// The style of a family's layers.
+pub(super) fn layer_style(family: &Family, scales: &ModelScales, ropes: Vec<LayerRope>) -> LayerStyle {
+    LayerStyle {
+        norms: family.layout.norms.placement(),
+        whole_qk_norm: family.qk_norm == QkNorm::Whole,
+        gelu: family.gelu,
+        scaled_embedding: scales.embedding != 1.0,
+        ropes,
+    }
+}
+
+/// Fields that change what a model computes, and the values with which they do not. A family reads some of
+/// them; the others are refused where they have another value.
+const EFFECTS: [(&str, Harmless, &[&str]); 20] = [
+    ("embedding_multiplier", Harmless::One, &["granite"]),
+    ("residual_multiplier", Harmless::One, &["granite"]),
+    ("attention_multiplier", Harmless::None, &["granite"]),
+    ("logits_scaling", Harmless::One, &["granite"]),
+    ("logit_scale", Harmless::One, &[]),
+    ("query_pre_attn_scalar", Harmless::None, &["gemma3_text"]),
+    ("attn_logit_softcapping", Harmless::None, &[]),
+    ("final_logit_softcapping", Harmless::None, &[]),
+    ("attn_temperature_tuning", Harmless::False, &[]),
+    ("attention_chunk_size", Harmless::None, &[]),
+    ("no_rope_layers", Harmless::None, &["smollm3"]),
+    ("clip_qkv", Harmless::None, &[]),
+    ("alibi", Harmless::False, &[]),
+    ("use_parallel_residual", Harmless::False, &[]),
+    ("parallel_attn", Harmless::False, &[]),
+    ("use_bidirectional_attention", Harmless::False, &[]),
+    ("qk_layernorm", Harmless::False, &[]),
+    ("use_qk_norm", Harmless::False, &["glm4_moe"]),
+    ("sandwich_norm", Harmless::False, &[]),
+    ("rotary_dim", Harmless::None, &[]),
+];
+
+/// A value with which a field changes nothing, beside its absence.
+#[derive(Clone, Copy)]
+enum Harmless {
+    /// Absence alone.
+    None,
+    One,
+    False,
+}
+
+/// Refuses fields that would change answers and that this family does not read.
+///
+/// # Errors
+/// The error names the field.
+pub(super) fn check_effects(fields: &Fields, family: &Family) -> Result<()> {
+    for (field, harmless, read_by) in EFFECTS {
+        let Some(value) = fields.get(field).filter(|_| !read_by.contains(&family.model_type)) else {
+            continue;
+        };
+        let (is_harmless, but) = match harmless {
+            Harmless::None => (false, "not supported in this family"),
+            Harmless::One => (value.as_f64() == Some(1.0), "not supported in this family; supported: 1"),
+            Harmless::False => {
+                (*value == Value::Bool(false), "not supported in this family; supported: false")
+            }
+        };
+        if !is_harmless {
+            return Err(fields.error(field, format!("{value}: {but}")));
+        }
+    }
+    Ok(())
+}

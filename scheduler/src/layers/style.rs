@@ -1,0 +1,131 @@
+//! What layers of some families do beside what those of Llama do.
+
+use super::{Activation, LayerOps, OpSink, StepTable, Weight};
+use mixfleet_hal::{DType, OpSig, Scalar};
+use serde::{Deserialize, Serialize};
+use std::ops::Range;
+
+/// Where the norms of attention and of the MLP are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum NormPlacement {
+    /// Before them (Llama).
+    #[default]
+    Before,
+    /// Before them, and after them before the sum with the residual stream (Gemma, GLM-4).
+    Around,
+    /// After them, before the sum with the residual stream (OLMo 2).
+    After,
+}
+
+/// How a layer rotates queries and keys.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum LayerRope {
+    /// By the model's rope.
+    #[default]
+    Main,
+    /// By its second one (layers with a window in Gemma 3 and OLMo 3).
+    Second,
+    /// Not at all (SmolLM3).
+    Absent,
+}
+
+/// The differences between layers of a family and those of Llama.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LayerStyle {
+    /// Where norms are.
+    pub norms: NormPlacement,
+    /// Whether the norms of q and k are over all heads together instead of over each (OLMo 2).
+    pub whole_qk_norm: bool,
+    /// Whether embeddings are multiplied by a number (Granite, Gemma).
+    pub scaled_embedding: bool,
+    /// Whether the MLP's function is GELU instead of SiLU (Gemma).
+    pub gelu: bool,
+    /// The rope of each layer; none means the model's in all.
+    pub ropes: Vec<LayerRope>,
+}
+
+impl LayerStyle {
+    /// That of a stage of the layers.
+    #[must_use]
+    pub fn of_layers(&self, layers: &Range<u32>) -> Self {
+        let ropes = self.ropes.get(layers.start as usize..layers.end as usize).unwrap_or_default().to_vec();
+        LayerStyle { ropes, ..self.clone() }
+    }
+
+    /// How a layer rotates queries and keys.
+    pub fn rope_of(&self, layer: usize) -> LayerRope {
+        self.ropes.get(layer).copied().unwrap_or_default()
+    }
+
+    /// Whether what attention and the MLP make is normalised before it is added.
+    pub fn has_post_norms(&self) -> bool {
+        self.norms != NormPlacement::Before
+    }
+
+    /// Whether some layers use a second rope.
+    pub fn has_second_rope(&self) -> bool {
+        self.ropes.contains(&LayerRope::Second)
+    }
+
+    /// Of so many layers, those that rotate nothing.
+    pub(crate) fn bare_layers(&self) -> usize {
+        self.ropes.iter().filter(|rope| **rope == LayerRope::Absent).count()
+    }
+
+    /// Why devices cannot divide the layers; none if they can.
+    pub fn undivided(&self) -> Option<&'static str> {
+        match (self.has_post_norms(), self.whole_qk_norm) {
+            (true, _) => Some("norms of what all heads and columns make together"),
+            (_, true) => Some("norms of all heads together"),
+            _ => None,
+        }
+    }
+}
+
+impl LayerOps<'_> {
+    /// Pushes the lookup of the embeddings that are multiplied by a number.
+    pub(super) fn scaled_embed(&self, tokens: u32, vocab: u32, ops: &mut impl OpSink) {
+        let (hidden, table, out) = (self.shape.hidden, self.shape.weight, self.shape.activation);
+        let args = [StepTable::Ids.into(), Weight::Embedding.into(), Activation::Normed.into()];
+        ops.push(OpSig::Embed { tokens, vocab, hidden, table, out }, &args);
+        self.fill_factors(tokens, self.constants.embedding_scale, ops);
+        self.add_factored(tokens, false, ops);
+    }
+
+    /// Pushes what makes the factors of rows that post-norms add: ones.
+    pub(super) fn unit_factors(&self, tokens: u32, ops: &mut impl OpSink) {
+        if self.shape.style.has_post_norms() {
+            self.fill_factors(tokens, Scalar(1.0), ops);
+        }
+    }
+
+    fn fill_factors(&self, tokens: u32, factor: Scalar, ops: &mut impl OpSink) {
+        let sig = OpSig::Fill { bytes: u64::from(tokens) * 4, word: factor.0.to_bits() };
+        ops.push(sig, &[Activation::RowFactors.into()]);
+    }
+
+    /// Pushes the sum of the residual stream, unless it is replaced, and the rows of `Normed` times their
+    /// factors.
+    fn add_factored(&self, tokens: u32, accumulate: bool, ops: &mut impl OpSink) {
+        let (cols, x) = (self.shape.hidden, self.shape.activation);
+        let args = [Activation::Normed.into(), Activation::RowFactors.into(), Activation::Residual.into()];
+        ops.push(OpSig::Combine { tokens, active: 1, cols, x, accumulate }, &args);
+    }
+
+    /// Pushes what a block reads of the residual stream: its norm, or the stream itself.
+    pub(super) fn block_input(&self, tokens: u32, weight: Weight, ops: &mut impl OpSink) {
+        if self.shape.style.norms != NormPlacement::After {
+            return self.norm(tokens, Activation::Residual, weight, ops);
+        }
+        let (hidden, out) = (self.shape.hidden, self.shape.activation);
+        let args = [StepTable::Rows.into(), Activation::Residual.into(), Activation::Normed.into()];
+        ops.push(OpSig::Embed { tokens, vocab: tokens, hidden, table: DType::F32, out }, &args);
+    }
+
+    /// Pushes the norm of what a block made, and its sum with the residual stream.
+    pub(super) fn post_norm(&self, tokens: u32, weight: Weight, ops: &mut impl OpSink) {
+        self.norm_of(tokens, Activation::Branch, self.constants.eps, weight, ops);
+        self.add_factored(tokens, true, ops);
+    }
+}
