@@ -43,10 +43,18 @@ pub struct GenerateRequest {
     pub id: String,
     /// The prompt's token ids, at least one.
     pub prompt_ids: Arc<[u32]>,
-    /// Maximum number of tokens to generate; prompt and output together fit the model's context.
+    /// The rest of the prompt, where each of its tokens needs a log-probability: the first tokens of the
+    /// output are these, whatever their logits and whether they end answers.
+    #[serde(default)]
+    pub forced_ids: Arc<[u32]>,
+    /// Maximum number of tokens to generate, including `forced_ids`; prompt and output together fit the
+    /// model's context.
     pub max_tokens: u32,
     /// Tokens that end the answer; empty with `ignore_eos`.
     pub eos_ids: Arc<[u32]>,
+    /// What the answer must not do before it is long enough, if anything.
+    #[serde(default)]
+    pub minimum: Option<AnswerMinimum>,
     /// How tokens are drawn.
     pub sampling: Sampling,
     /// Whether to report log-probabilities, and of how many best tokens besides the chosen one.
@@ -62,13 +70,20 @@ pub struct GenerateRequest {
 }
 
 impl GenerateRequest {
+    /// Number of tokens that the client gave: the prompt's, with those that are forced.
+    pub fn given_tokens(&self) -> usize {
+        self.prompt_ids.len() + self.forced_ids.len()
+    }
+
     /// A request for exactly this many most likely tokens after a prompt.
     pub fn greedy(id: impl Into<String>, prompt_ids: impl Into<Arc<[u32]>>, max_tokens: u32) -> Self {
         GenerateRequest {
             id: id.into(),
             prompt_ids: prompt_ids.into(),
+            forced_ids: Arc::new([]),
             max_tokens,
             eos_ids: Arc::new([]),
+            minimum: None,
             sampling: Sampling { temperature: 0.0, ..Sampling::default() },
             logprobs: None,
             grammar: None,
@@ -77,6 +92,15 @@ impl GenerateRequest {
             hints: Hints::default(),
         }
     }
+}
+
+/// A minimum length of an answer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AnswerMinimum {
+    /// Tokens behind the prompt before which none of `masked_ids` is drawn.
+    pub tokens: u32,
+    /// The end tokens, in order.
+    pub masked_ids: Arc<[u32]>,
 }
 
 /// What a request says of itself: how soon its answer is wanted, and how long that will be.

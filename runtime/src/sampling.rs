@@ -315,6 +315,15 @@ fn keep_top_p(kept: &mut Vec<Candidate>, p: f64, weight: impl Fn(f32) -> f64) {
     kept.extend(weighed.iter().take(high.max(1)).map(|(candidate, _)| *candidate));
 }
 
+/// Returns the log-probability of a token under the raw distribution, and those of the `top` best ones.
+///
+/// # Errors
+/// When a logit is NaN or +infinity, or no token has a logit above -infinity.
+pub fn logprobs_of(logits: &[f32], chosen: u32, top: u32) -> Result<Logprobs, SamplingError> {
+    let best = argmax(logits)?;
+    Ok(raw_logprobs(logits, logits[best as usize], chosen, top as usize))
+}
+
 /// Natural logarithms of the softmax of `logits`.
 fn raw_logprobs(logits: &[f32], best: f32, chosen: u32, top: usize) -> Logprobs {
     let best = f64::from(best);

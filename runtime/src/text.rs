@@ -91,6 +91,14 @@ impl TextModel for LoadedText {
         self.template.as_ref()?.tool_style()
     }
 
+    fn reads_argument(&self, name: &str) -> bool {
+        self.template.as_ref().is_some_and(|template| template.reads(name))
+    }
+
+    fn decoder_with_specials(&self) -> Box<dyn TextDecoder> {
+        Box::new(Decoder(Some(self.tokenizer.stream_with_specials())))
+    }
+
     fn decoder(&self) -> Box<dyn TextDecoder> {
         Box::new(Decoder(Some(self.tokenizer.stream())))
     }

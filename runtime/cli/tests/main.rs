@@ -10,6 +10,7 @@ mod connections;
 mod deploy;
 #[cfg(all(feature = "fleet", feature = "otlp"))]
 mod docs_pages;
+mod echo;
 mod engines;
 #[path = "../../engines/tests/fake.rs"]
 mod fake;

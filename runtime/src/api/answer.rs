@@ -6,26 +6,37 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::Seat;
-use super::stop::StopFilter;
+use super::prompt_report::{PromptReader, ToldPrompt};
+use super::stop::{Passed, StopFilter};
 use super::tally::Tally;
 use super::text::TextDecoder;
+use super::text_rules::TextRules;
 use super::tool_reader::ToolReader;
-use super::tools::{ToolCall, ToolPieces};
+use super::tools::{CallPiece, ToolPieces};
 use crate::request::{Failure, FinishReason, Logprobs, Update, UpdateReceiver, logprobs_bytes};
 
 /// A generated token with the values that `logprobs` asks for.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct TokenLogprobs {
     pub(crate) id: u32,
-    /// Characters of the answer before this token.
+    /// Characters of the text before this token.
     pub(crate) text_offset: usize,
-    pub(crate) logprobs: Logprobs,
+    /// None for the first token of a prompt, before which there is nothing.
+    pub(crate) logprobs: Option<Logprobs>,
 }
 
 impl TokenLogprobs {
     /// Bytes that it takes.
     pub(crate) fn bytes(&self) -> usize {
-        size_of::<Self>() + logprobs_bytes(&self.logprobs)
+        size_of::<Self>() + self.logprobs.as_ref().map_or(0, logprobs_bytes)
+    }
+
+    /// The same with so many alternatives at most.
+    pub(crate) fn with_tops(mut self, most: u32) -> Self {
+        if let Some(logprobs) = &mut self.logprobs {
+            logprobs.top.truncate(most as usize);
+        }
+        self
     }
 }
 
@@ -34,52 +45,68 @@ impl TokenLogprobs {
 pub(crate) struct Delta {
     /// Text to send; often empty while a character, a stop string or a call may still be completed.
     pub(crate) text: String,
-    /// Calls of tools, and how many of the choice came before them.
-    pub(crate) calls: Vec<ToolCall>,
-    pub(crate) calls_before: usize,
-    /// Log-probabilities of the token, if the request asked for them and the update carries a token.
-    pub(crate) logprobs: Option<TokenLogprobs>,
+    /// Calls of tools, whole or in pieces.
+    pub(crate) calls: Vec<CallPiece>,
+    /// Log-probabilities of the tokens that the update tells, if the request asked for them.
+    pub(crate) logprobs: Vec<TokenLogprobs>,
+    /// Log-probabilities of the prompt, if they are told apart; set once.
+    pub(crate) prompt: Option<Vec<TokenLogprobs>>,
     /// Set once, on the last delta.
     pub(crate) finish: Option<FinishReason>,
 }
 
+/// What a choice is read with.
+pub(crate) struct ChoiceSetup {
+    pub(crate) decoder: Box<dyn TextDecoder>,
+    pub(crate) rules: TextRules,
+    /// Finds calls of tools, if there are tools.
+    pub(crate) tools: Option<ToolReader>,
+    /// Tokens that end the answer.
+    pub(crate) end_ids: Arc<[u32]>,
+    /// Alternatives per token, if log-probabilities are asked for.
+    pub(crate) logprobs: Option<u32>,
+    /// Reads the prompt, if the answer tells something of it.
+    pub(crate) prompt: Option<PromptReader>,
+    /// Whether the answer has no tokens of its own.
+    pub(crate) is_empty: bool,
+}
+
 /// One choice: decodes its tokens, matches stop strings, counts.
 pub(crate) struct Choice {
-    decoder: Box<dyn TextDecoder>,
+    setup: ChoiceSetup,
     filter: StopFilter,
-    /// Finds calls of tools, if there are tools.
-    tools: Option<ToolReader>,
-    /// Tokens that end the answer and produce no text.
-    end_ids: Arc<[u32]>,
-    with_logprobs: bool,
     characters: usize,
     generated: u32,
     cached: Option<u32>,
 }
 
 impl Choice {
-    pub(crate) fn new(
-        decoder: Box<dyn TextDecoder>,
-        stops: Vec<String>,
-        tools: Option<ToolReader>,
-        end_ids: Arc<[u32]>,
-        with_logprobs: bool,
-    ) -> Self {
-        let filter = StopFilter::new(stops);
-        Choice { decoder, filter, tools, end_ids, with_logprobs, characters: 0, generated: 0, cached: None }
+    pub(crate) fn new(mut setup: ChoiceSetup) -> Self {
+        let stops = std::mem::take(&mut setup.rules.stops);
+        let filter = StopFilter::new(stops, setup.rules.includes_stop);
+        Choice { setup, filter, characters: 0, generated: 0, cached: None }
+    }
+
+    /// Number of tokens still to come that are the prompt's.
+    fn prompt_left(&self) -> usize {
+        self.setup.prompt.as_ref().map_or(0, PromptReader::left)
+    }
+
+    /// Whether the next token is one of the answer.
+    fn awaits_answer(&self) -> bool {
+        self.prompt_left() == 0 && !self.setup.is_empty
     }
 
     /// A change by text that was let through, and by the end of the answer, if this is it.
     fn delta(
         &mut self,
         text: String,
-        logprobs: Option<TokenLogprobs>,
+        logprobs: Vec<TokenLogprobs>,
         mut finish: Option<FinishReason>,
     ) -> Delta {
-        let Some(tools) = &mut self.tools else {
+        let Some(tools) = &mut self.setup.tools else {
             return Delta { text, logprobs, finish, ..Delta::default() };
         };
-        let calls_before = tools.calls();
         let ToolPieces { mut text, mut calls, ended } = tools.push(&text);
         if finish.is_some() {
             let rest = tools.finish();
@@ -91,45 +118,85 @@ impl Choice {
         if finish == Some(FinishReason::Stop) && tools.calls() > 0 {
             finish = Some(FinishReason::ToolCalls);
         }
-        Delta { text, calls, calls_before, logprobs, finish }
+        Delta { text, calls, logprobs, prompt: None, finish }
     }
 
     /// Applies the next update. A failure ends the answer.
     fn take(&mut self, update: Update) -> Result<Delta, Failure> {
         match update {
             Update::Placed { .. } => Ok(Delta::default()),
-            Update::Token { id, logprobs } => self.take_token(id, logprobs).map_err(Failure::engine),
+            Update::Token { id, logprobs } => {
+                if let Some(prompt) = self.setup.prompt.as_mut().filter(|prompt| prompt.left() > 0) {
+                    prompt.take(id, logprobs).map_err(Failure::engine)?;
+                    return Ok(self.with_prompt(Delta::default()));
+                }
+                let delta = self.take_token(id, logprobs).map_err(Failure::engine)?;
+                Ok(self.with_prompt(delta))
+            }
             Update::Started { cached_tokens } => {
                 self.cached = Some(cached_tokens);
                 Ok(Delta::default())
             }
             Update::Finished { reason } => {
-                let tail = self.decoder.finish().map_err(Failure::engine)?;
-                let mut passed = self.filter.push(&tail);
-                if passed.stopped {
-                    return Ok(self.delta(passed.text, None, Some(FinishReason::Stop)));
-                }
-                passed.text.push_str(&self.filter.finish());
-                Ok(self.delta(passed.text, None, Some(reason)))
+                let delta = self.finish(reason).map_err(Failure::engine)?;
+                Ok(self.with_prompt(delta))
             }
             Update::Failed(failure) => Err(failure),
         }
     }
 
+    /// Adds what the answer says of its prompt, once that is complete.
+    fn with_prompt(&mut self, delta: Delta) -> Delta {
+        let Some(prompt) = self.setup.prompt.take_if(|prompt| prompt.left() == 0) else { return delta };
+        let ToldPrompt { text, mut echoed, logprobs } = prompt.told();
+        let characters = text.chars().count();
+        self.characters += characters;
+        let moved =
+            |entry: TokenLogprobs| TokenLogprobs { text_offset: entry.text_offset + characters, ..entry };
+        echoed.extend(delta.logprobs.into_iter().map(moved));
+        Delta { text: text + &delta.text, logprobs: echoed, prompt: logprobs, ..delta }
+    }
+
+    fn finish(&mut self, reason: FinishReason) -> Result<Delta, String> {
+        if self.setup.is_empty {
+            return Ok(self.delta(String::new(), Vec::new(), Some(FinishReason::Length)));
+        }
+        let tail = self.setup.decoder.finish()?;
+        let mut passed = self.filtered(&tail);
+        if passed.stopped {
+            return Ok(self.delta(passed.text, Vec::new(), Some(FinishReason::Stop)));
+        }
+        passed.text.push_str(&self.filter.finish());
+        Ok(self.delta(passed.text, Vec::new(), Some(reason)))
+    }
+
+    /// Looks for stop strings, unless the answer is too short to end.
+    fn filtered(&mut self, text: &str) -> Passed {
+        match self.generated > self.setup.rules.min_tokens || self.setup.rules.min_tokens == 0 {
+            true => self.filter.push(text),
+            false => Passed { text: self.filter.push_unstopped(text), stopped: false },
+        }
+    }
+
     fn take_token(&mut self, id: u32, logprobs: Option<Logprobs>) -> Result<Delta, String> {
+        if self.setup.is_empty {
+            return Ok(Delta::default());
+        }
         self.generated += 1;
         let text_offset = self.characters;
-        let logprobs = match (self.with_logprobs, logprobs) {
-            (false, _) => None,
-            (true, Some(logprobs)) => Some(TokenLogprobs { id, text_offset, logprobs }),
-            (true, None) => return Err("the engine returned a token without its log-probability".into()),
+        let logprobs = match (self.setup.logprobs, logprobs) {
+            (None, _) => Vec::new(),
+            (Some(tops), Some(logprobs)) => {
+                vec![TokenLogprobs { id, text_offset, logprobs: Some(logprobs) }.with_tops(tops)]
+            }
+            (Some(_), None) => return Err("the engine returned a token without its log-probability".into()),
         };
-        if self.end_ids.contains(&id) {
+        if self.setup.end_ids.contains(&id) && !self.setup.rules.includes_stop {
             return Ok(Delta { logprobs, ..Delta::default() });
         }
-        let text = self.decoder.push(id)?;
+        let text = self.setup.decoder.push(id)?;
         self.characters += text.chars().count();
-        let passed = self.filter.push(&text);
+        let passed = self.filtered(&text);
         Ok(self.delta(passed.text, logprobs, passed.stopped.then_some(FinishReason::Stop)))
     }
 }
@@ -162,16 +229,20 @@ impl Drop for Answer {
     fn drop(&mut self) {
         for (index, update) in std::mem::take(&mut self.ahead) {
             match update {
-                Some(Update::Token { .. }) => self.tally.left(1, None),
+                Some(Update::Token { .. }) if self.running[index].0.awaits_answer() => {
+                    self.tally.left(1, None);
+                }
                 Some(Update::Started { cached_tokens }) => self.running[index].0.cached = Some(cached_tokens),
                 _ => {}
             }
         }
         for (choice, updates) in &mut self.running {
             let Some(updates) = updates else { continue };
-            let mut unread = 0;
+            let (mut unread, mut of_prompt) = (0, choice.prompt_left());
             while let Some(update) = updates.try_recv() {
                 match update {
+                    Update::Token { .. } if of_prompt > 0 => of_prompt -= 1,
+                    Update::Token { .. } if choice.setup.is_empty => {}
                     Update::Token { .. } => unread += 1,
                     Update::Started { cached_tokens } => choice.cached = Some(cached_tokens),
                     _ => {}
@@ -216,7 +287,7 @@ impl Answer {
             Some(ahead) => ahead,
             None => poll_fn(|context| self.poll_any(context)).await,
         };
-        if matches!(update, Some(Update::Token { .. })) {
+        if matches!(update, Some(Update::Token { .. })) && self.running[index].0.awaits_answer() {
             self.tally.token(index);
         }
         let (choice, updates) = &mut self.running[index];

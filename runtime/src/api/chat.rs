@@ -7,12 +7,13 @@ use std::ops::ControlFlow;
 use super::ServedModel;
 use super::encode::{Encoder, Stopped};
 use super::errors::ApiError;
-use super::fields::{Fields, each, text, wrong_type};
+use super::fields::{Fields, each, text, value, wrong_type};
 use super::format::AnswerForm;
 use super::generate::Plan;
 use super::interface;
 use super::json;
 use super::parameters::{self, Parameters};
+use super::prompt_report::PromptWishes;
 use super::shapes::Endpoint;
 use super::text::{Marked, mark};
 use super::tools::{self, Tools};
@@ -22,6 +23,8 @@ use crate::model::{ChatMessage, ToolStyle};
 /// Maximum number of messages in a chat, and of parts in one message: a template's view of a message takes
 /// 1.5 KB.
 const MESSAGES_MAX: usize = 16 << 10;
+/// OpenAI's values of `reasoning_effort`.
+const EFFORTS: [&str; 6] = ["none", "minimal", "low", "medium", "high", "xhigh"];
 /// Stands behind a message that the answer goes on with, so that its end is found in what a template makes
 /// of it. Unicode assigns no meaning to it.
 const END: char = '\u{FFFE}';
@@ -49,6 +52,10 @@ pub(crate) fn plan(
         arguments.insert("tools".into(), tools.given.clone());
     }
     let (tools, refused) = callable(given, &mut parameters, model)?;
+    for name in ["reasoning_effort", "documents"] {
+        template_argument(name, &mut fields, model, &mut arguments)?;
+    }
+    let wishes = PromptWishes::parse(&mut fields, false, logprobs, parameters.stream.is_some())?;
     let keeps_kv = hand_over::parse(&mut fields, model)?;
     refused::check(&fields)?;
     let warning = interface::unknown_fields(&fields);
@@ -80,19 +87,49 @@ pub(crate) fn plan(
     };
     drop((messages, arguments));
     let add_special = parameters.add_special_tokens.unwrap_or(false);
+    let prompt = parameters.truncated(encoder.encode(&prompt, add_special)?, model.context);
     Ok(Plan {
         endpoint: Endpoint::Chat,
-        prompts: vec![encoder.encode(&prompt, add_special)?],
+        prompts: vec![prompt],
         prompt_field: "messages",
         max_tokens_default: None,
         logprobs,
+        prompt_wishes: wishes,
+        prompt_texts: Vec::new(),
         tools,
         past_calls,
         refused,
         parameters,
         warning,
         keeps_kv,
+        response: None,
     })
+}
+
+/// Gives a field to the template under its own name, if the template reads it; it stays unread otherwise, and
+/// is refused.
+fn template_argument(
+    name: &str,
+    fields: &mut Fields<'_>,
+    model: &ServedModel,
+    arguments: &mut Map<String, Value>,
+) -> Result<(), ApiError> {
+    if fields.get(name).is_none() || !model.text.reads_argument(name) {
+        return Ok(());
+    }
+    let Some(raw) = fields.take(name) else { return Ok(()) };
+    let given = value(name, raw)?;
+    let is_effort = |given: &Value| given.as_str().is_some_and(|effort| EFFORTS.contains(&effort));
+    if name == "reasoning_effort" && !is_effort(&given) {
+        return Err(ApiError::value(name, format!("'{name}' is one of {}", EFFORTS.join(", "))));
+    }
+    match arguments.insert(name.into(), given) {
+        Some(other) if other != arguments[name] => {
+            let message = format!("'{name}' and 'chat_template_kwargs.{name}' differ");
+            Err(ApiError::value(name, message))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Interrupts special tokens in what the client wrote; the mark used, if any.

@@ -10,6 +10,7 @@ use super::generate::Plan;
 use super::interface;
 use super::json::kind;
 use super::parameters::{self, Parameters};
+use super::prompt_report::PromptWishes;
 use super::shapes::Endpoint;
 use super::text::{Marked, mark};
 use super::{hand_over, refused};
@@ -36,6 +37,7 @@ pub(crate) fn plan(
     let prompts = prompts(&mut fields, &encoder, prompts_max)?;
     let logprobs = parameters::completion_logprobs(&mut fields)?;
     let parameters = Parameters::parse(&mut fields, &model.defaults, vocabulary_size)?;
+    let wishes = PromptWishes::parse(&mut fields, true, logprobs, parameters.stream.is_some())?;
     let keeps_kv = hand_over::parse(&mut fields, model)?;
     refused::check(&fields)?;
     let warning = interface::unknown_fields(&fields);
@@ -43,8 +45,9 @@ pub(crate) fn plan(
     let add_special = parameters.add_special_tokens.unwrap_or(true);
     let split = parameters.split_special_tokens.unwrap_or(false);
     let encode = |prompt| match prompt {
-        Prompt::Ids(ids) => Ok(ids),
+        Prompt::Ids(ids) => Ok((ids, None)),
         Prompt::Text(mut text) => {
+            let written = wishes.echo.then(|| text.clone());
             let prompt = match split {
                 true => {
                     let mark = mark(&mut [&mut text], model.text.as_ref());
@@ -52,21 +55,32 @@ pub(crate) fn plan(
                 }
                 false => Marked::plain(text),
             };
-            encoder.encode(&prompt, add_special)
+            Ok((encoder.encode(&prompt, add_special)?, written))
         }
     };
+    let encoded = prompts.into_iter().map(encode).collect::<Result<Vec<_>, ApiError>>()?;
+    let (mut prompts, mut prompt_texts) = (Vec::new(), Vec::new());
+    for (ids, written) in encoded {
+        let whole = ids.len();
+        let kept = parameters.truncated(ids, model.context);
+        prompt_texts.push(written.filter(|_| kept.len() == whole));
+        prompts.push(kept);
+    }
     Ok(Plan {
         endpoint: Endpoint::Completions,
-        prompts: prompts.into_iter().map(encode).collect::<Result<_, _>>()?,
+        prompts,
         prompt_field: "prompt",
         max_tokens_default: Some(MAX_TOKENS),
         logprobs,
+        prompt_wishes: wishes,
+        prompt_texts,
         tools: None,
         past_calls: 0,
         refused: None,
         parameters,
         warning,
         keeps_kv,
+        response: None,
     })
 }
 

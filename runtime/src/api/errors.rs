@@ -71,6 +71,16 @@ impl ApiError {
         ApiError { param: self.param.map(|param| format!("{place}.{param}")), ..self }
     }
 
+    /// The same about fields that the client knows by other names.
+    pub(crate) fn renamed(mut self, names: &[(&str, &str)]) -> Self {
+        let Some(param) = &mut self.param else { return self };
+        if let Some((from, to)) = names.iter().find(|(from, _)| param.starts_with(from)) {
+            *param = param.replacen(from, to, 1);
+            self.message = self.message.replace(from, to);
+        }
+        self
+    }
+
     /// Status 400: prompt and output do not fit the model's context.
     pub(crate) fn context_length(param: &'static str, message: impl Into<String>) -> Self {
         Self::field(param, "context_length_exceeded", message)
@@ -169,6 +179,11 @@ impl ApiError {
     pub(crate) fn unavailable(code: &'static str, message: impl Into<String>, retry_after_s: u64) -> Self {
         let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", code, message);
         ApiError { retry_after_s: Some(retry_after_s), ..error }
+    }
+
+    /// What is wrong, in words.
+    pub(crate) fn message(&self) -> &str {
+        &self.message
     }
 
     /// The error's code, which programs may check.

@@ -6,17 +6,21 @@ use axum::response::{IntoResponse, Response};
 use futures_util::future::try_join_all;
 use std::sync::Arc;
 
-use super::answer::{Answer, Choice, TokenLogprobs};
+use super::answer::{Answer, Choice, ChoiceSetup, TokenLogprobs, Usage};
 use super::errors::ApiError;
 use super::parameters::Parameters;
+use super::prompt_report::{PromptReader, PromptWishes};
+use super::responses::ResponseFrame;
+use super::responses_shapes::{ResponseHead, ResponseStream};
 use super::shapes::{Collected, Endpoint, Head};
 use super::sse::{self, Stream};
 use super::tally::Tally;
+use super::text::TextModel;
 use super::tools::Tools;
 use super::{Api, Seat, ServedModel};
 use crate::budget::{BudgetError, HeldBytes};
 use crate::model::{CallIds, ToolStyle};
-use crate::request::{AnswerBacklog, FREE_BYTES, GenerateRequest, Hints};
+use crate::request::{AnswerBacklog, AnswerMinimum, FREE_BYTES, GenerateRequest, Hints, UpdateReceiver};
 use crate::trace::RequestTrace;
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::Seconds;
@@ -30,6 +34,9 @@ pub(crate) struct Plan {
     /// The default for `max_tokens`; none means all that the context leaves.
     pub(crate) max_tokens_default: Option<u32>,
     pub(crate) logprobs: Option<u32>,
+    /// What the answer tells of its prompt, and the prompts' texts, where the client gave texts to be told.
+    pub(crate) prompt_wishes: PromptWishes,
+    pub(crate) prompt_texts: Vec<Option<String>>,
     /// Tools that may be called, and how the model does that.
     pub(crate) tools: Option<(Tools, ToolStyle)>,
     /// Number of calls in the conversation so far.
@@ -41,6 +48,8 @@ pub(crate) struct Plan {
     pub(crate) warning: Option<HeaderValue>,
     /// Whether the KV of the prompt is for another engine.
     pub(crate) keeps_kv: bool,
+    /// What a response repeats of its request; of `/v1/responses` alone.
+    pub(crate) response: Option<ResponseFrame>,
 }
 
 /// Runs a plan. The response's headers, and a stream's first byte, are sent after the engine has accepted
@@ -68,7 +77,7 @@ pub(crate) async fn respond(
         handed_over: plan.hand_over(&model)?,
     };
     let (stream, warning) = (plan.parameters.stream, plan.warning.clone());
-    let with_logprobs = plan.logprobs.is_some();
+    let form = plan.form(head);
     let requests = requests(api, &model, &plan, &id, (&seat, Seconds(arrived_s), trace))?;
     let tally = Tally::new(
         api.counted(),
@@ -85,11 +94,18 @@ pub(crate) async fn respond(
                 // the status says so then
                 answer.begun().await.map_err(ApiError::failure)?;
             }
-            sse::response(Stream::new(answer, head, options, model.text.clone()))
+            match form {
+                AnswerDocument::Response(head) => {
+                    ResponseStream::new(answer, *head, model.text.clone()).response()
+                }
+                AnswerDocument::Choices { head, .. } => {
+                    sse::response(Stream::new(answer, head, options, model.text.clone()))
+                }
+            }
         }
         None => {
             let answer = submit((&model, AnswerBacklog::unlimited()), &plan, requests, tally, seat).await?;
-            collect(answer, &head, with_logprobs, &model, held).await?
+            collect(answer, &form, &model, held).await?
         }
     };
     let value = HeaderValue::from_str(&id).expect("ids are hexadecimal");
@@ -98,6 +114,39 @@ pub(crate) async fn respond(
         response.headers_mut().insert(header::WARNING, warning);
     }
     Ok(response)
+}
+
+/// The kind of document that an answer becomes.
+enum AnswerDocument {
+    Choices { head: Head, with_logprobs: bool },
+    Response(Box<ResponseHead>),
+}
+
+impl AnswerDocument {
+    /// The document of a whole answer.
+    fn whole(&self, choices: &[Collected], usage: Usage, model: &dyn TextModel) -> String {
+        match self {
+            AnswerDocument::Choices { head, with_logprobs } => {
+                head.whole(choices, *with_logprobs, usage, model)
+            }
+            AnswerDocument::Response(head) => {
+                choices.first().map_or_else(String::new, |choice| head.whole(choice, usage, model))
+            }
+        }
+    }
+}
+
+impl Plan {
+    /// The form of its answer.
+    fn form(&mut self, head: Head) -> AnswerDocument {
+        match self.response.take() {
+            Some(frame) => {
+                let (sampling, logprobs) = (self.parameters.sampling.clone(), self.logprobs);
+                AnswerDocument::Response(Box::new(ResponseHead { head, frame, sampling, logprobs }))
+            }
+            None => AnswerDocument::Choices { head, with_logprobs: self.logprobs.is_some() },
+        }
+    }
 }
 
 /// The engine requests: all choices of the first prompt, then of the second, and so on.
@@ -120,20 +169,27 @@ fn requests(
     let hints = Hints { trace: trace.map(|trace| trace.own), keeps_kv: plan.keeps_kv, ..hints };
     let end_ids = end_ids(model, parameters);
     let cache_salt = tenant.salted(parameters.cache_salt.as_deref());
+    let tops = plan.prompt_wishes.tops();
+    let logprobs = plan.logprobs.max(tops);
     let mut requests = Vec::with_capacity(count);
     for prompt in &plan.prompts {
-        let max_tokens = max_tokens(plan, prompt.len(), model.context, tenant.max_tokens)?;
-        let prompt_ids: Arc<[u32]> = prompt.as_slice().into();
+        let own_tokens = max_tokens(plan, prompt.len(), model.context, tenant.max_tokens)?;
+        let minimum = minimum(model, parameters, own_tokens)?;
+        let (given, forced) = prompt.split_at(if tops.is_some() { 1 } else { prompt.len() });
+        let (prompt_ids, forced_ids): (Arc<[u32]>, Arc<[u32]>) = (given.into(), forced.into());
+        let max_tokens = (to_u32(forced.len()) + own_tokens).max(1);
         for choice in 0..parameters.choices {
             let mut sampling = parameters.sampling.clone();
             sampling.seed = seed.wrapping_add(choice.into());
             requests.push(GenerateRequest {
                 id: format!("{id}-{}", requests.len()),
                 prompt_ids: prompt_ids.clone(),
+                forced_ids: forced_ids.clone(),
                 max_tokens,
                 eos_ids: end_ids.clone(),
+                minimum: minimum.clone(),
                 sampling,
-                logprobs: plan.logprobs,
+                logprobs,
                 grammar: parameters.format.as_ref().map(|format| format.grammar.clone()),
                 cache_salt: cache_salt.clone(),
                 party,
@@ -148,16 +204,39 @@ fn requests(
 }
 
 impl Parameters {
-    /// Refuses a form if no token ends answers.
+    /// Refuses a form if no token ends answers, or if answers must not end when they are complete.
     pub(crate) fn check_format_ends(&self, model: &ServedModel) -> Result<(), ApiError> {
-        let ends = !end_ids(model, self).is_empty();
-        self.format.as_ref().map_or(Ok(()), |format| format.check_end(ends))
+        let Some(format) = &self.format else { return Ok(()) };
+        if self.text.min_tokens > 0 {
+            let hint = "an answer of a form ends once it is complete";
+            return Err(ApiError::unsupported("min_tokens", hint));
+        }
+        format.check_end(!end_ids(model, self).is_empty())
     }
 }
 
 fn end_ids(model: &ServedModel, parameters: &Parameters) -> Arc<[u32]> {
     let eos_ids: &[u32] = if parameters.ignore_eos { &[] } else { &model.eos_ids };
     eos_ids.iter().chain(&parameters.stop_token_ids).copied().collect()
+}
+
+/// What an answer of at most `max_tokens` must not draw before it is long enough.
+fn minimum(
+    model: &ServedModel,
+    parameters: &Parameters,
+    max_tokens: u32,
+) -> Result<Option<AnswerMinimum>, ApiError> {
+    let tokens = parameters.text.min_tokens;
+    if tokens > max_tokens {
+        let message = format!("'min_tokens' is {tokens}; this answer has {max_tokens} tokens at most");
+        return Err(ApiError::value("min_tokens", message));
+    }
+    let ends = model.eos_ids.iter().chain(&parameters.stop_token_ids).copied();
+    let mut ids: Vec<u32> = ends.filter(|id| *id < model.text.vocabulary_size()).collect();
+    ids.sort_unstable();
+    ids.dedup();
+    let masks = tokens > 0 && !ids.is_empty();
+    Ok(masks.then(|| AnswerMinimum { tokens, masked_ids: ids.into() }))
 }
 
 /// Tokens that may be generated after a prompt of `prompt_tokens` tokens, by a tenant with the limit
@@ -174,6 +253,17 @@ fn max_tokens(
     }
     let left = to_u32((context as usize).saturating_sub(prompt_tokens));
     let wanted = plan.parameters.max_tokens;
+    let wishes = plan.prompt_wishes;
+    if wanted == Some(0) {
+        if !wishes.tells_prompt() {
+            let message = "'max_tokens' is 0, which needs 'echo' or 'prompt_logprobs'";
+            return Err(ApiError::value("max_tokens", message));
+        }
+        // the engine draws a token, which is not told, unless the prompt's own are drawn
+        if left > 0 || wishes.tops().is_some() && prompt_tokens > 1 && prompt_tokens <= context as usize {
+            return Ok(0);
+        }
+    }
     if left == 0 || wanted.is_some_and(|wanted| wanted > left) {
         let wanted = wanted.map_or(String::new(), |wanted| format!(" and {wanted} to generate"));
         let message = format!(
@@ -196,8 +286,6 @@ async fn submit(
     mut tally: Tally,
     seat: Seat,
 ) -> Result<Answer, ApiError> {
-    let parameters = &plan.parameters;
-    let end_ids = end_ids(model, parameters);
     // If one choice is rejected, the receivers of the others are dropped, which cancels them.
     let submitted = requests.into_iter().map(|request| model.engine.submit_within(request, backlog.clone()));
     let receivers = match try_join_all(submitted).await {
@@ -209,23 +297,43 @@ async fn submit(
     };
     let lengths = || plan.prompts.iter().map(|prompt| to_u32(prompt.len()));
     tally.accepted(lengths(), receivers.len());
-    let choice = |updates| {
-        let decoder = match &plan.tools {
-            Some((_, style)) => model.text.decoder_showing(style.shown()),
-            None => model.text.decoder(),
-        };
-        let tools = plan.tools.as_ref().map(|(tools, style)| tools.reader(*style));
-        let (stops, with_logprobs) = (parameters.stops.clone(), plan.logprobs.is_some());
-        (Choice::new(decoder, stops, tools, end_ids.clone(), with_logprobs), updates)
+    let choices = plan.parameters.choices as usize;
+    let running = receivers.into_iter().enumerate().map(|(at, updates)| {
+        let setup = choice_setup(model, plan, at / choices)?;
+        Ok((Choice::new(setup), updates))
+    });
+    let running: Vec<(Choice, UpdateReceiver)> = running.collect::<Result<_, ApiError>>()?;
+    Ok(Answer::new(running, lengths().sum(), choices, tally, seat))
+}
+
+/// What a choice of prompt number `prompt` is read with.
+fn choice_setup(model: &ServedModel, plan: &Plan, prompt: usize) -> Result<ChoiceSetup, ApiError> {
+    let (parameters, text) = (&plan.parameters, model.text.as_ref());
+    let streams = parameters.stream.is_some();
+    let decoder = match &plan.tools {
+        _ if parameters.text.shows_specials => text.decoder_with_specials(),
+        Some((_, style)) => text.decoder_showing(style.shown()),
+        None => text.decoder(),
     };
-    let running = receivers.into_iter().map(choice).collect();
-    Ok(Answer::new(running, lengths().sum(), parameters.choices as usize, tally, seat))
+    let reader = || {
+        let (ids, written) = (plan.prompts[prompt].as_slice().into(), plan.prompt_texts.get(prompt));
+        let written = written.and_then(Option::as_deref);
+        PromptReader::new(plan.prompt_wishes, ids, written, text).map_err(ApiError::server)
+    };
+    Ok(ChoiceSetup {
+        decoder,
+        rules: parameters.text.clone(),
+        tools: plan.tools.as_ref().map(|(tools, style)| tools.reader(*style, streams)),
+        end_ids: end_ids(model, parameters),
+        logprobs: plan.logprobs,
+        prompt: plan.prompt_wishes.tells_prompt().then(reader).transpose()?,
+        is_empty: parameters.max_tokens == Some(0),
+    })
 }
 
 async fn collect(
     mut answer: Answer,
-    head: &Head,
-    with_logprobs: bool,
+    form: &AnswerDocument,
     model: &ServedModel,
     mut held: HeldBytes,
 ) -> Result<Response, ApiError> {
@@ -238,15 +346,17 @@ async fn collect(
     let mut choices: Vec<Collected> = (0..answer.len()).map(|_| Collected::default()).collect();
     while let Some(step) = answer.next().await {
         let (index, delta) = step.map_err(ApiError::failure)?;
-        let logprobs_bytes = delta.logprobs.as_ref().map_or(0, TokenLogprobs::bytes);
+        let told = delta.logprobs.iter().chain(delta.prompt.iter().flatten());
+        let logprobs_bytes: usize = told.map(TokenLogprobs::bytes).sum();
         grow(&mut held, delta.text.len() + logprobs_bytes)?;
         let choice = &mut choices[index];
         choice.text.push_str(&delta.text);
-        choice.calls.extend(delta.calls);
+        delta.calls.into_iter().for_each(|piece| piece.add_to(&mut choice.calls));
         choice.logprobs.extend(delta.logprobs);
+        choice.prompt = delta.prompt.or(choice.prompt.take());
         choice.finish = delta.finish;
     }
-    let mut document = head.whole(&choices, with_logprobs, answer.usage(), model.text.as_ref());
+    let mut document = form.whole(&choices, answer.usage(), model.text.as_ref());
     drop(choices);
     held.shrink(held.bytes());
     document.shrink_to_fit();

@@ -44,6 +44,9 @@ impl Plan {
         if parameters.choices != 1 {
             return Err(undivided("several choices"));
         }
+        if self.prompt_wishes.tops().is_some() {
+            return Err(undivided("log-probabilities of the prompt"));
+        }
         if parameters.stream.is_some() {
             return Err(undivided("'stream'"));
         }

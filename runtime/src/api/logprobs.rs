@@ -13,8 +13,8 @@ const IMPOSSIBLE: f32 = -9999.0;
 #[derive(Debug, Serialize)]
 pub(crate) struct TextLogprobs {
     tokens: Vec<String>,
-    token_logprobs: Vec<f32>,
-    top_logprobs: Vec<TopMap>,
+    token_logprobs: Vec<Option<f32>>,
+    top_logprobs: Vec<Option<TopMap>>,
     text_offset: Vec<usize>,
 }
 
@@ -22,7 +22,10 @@ impl TextLogprobs {
     pub(crate) fn new(entries: &[TokenLogprobs], model: &dyn TextModel) -> Self {
         TextLogprobs {
             tokens: entries.iter().map(|entry| text(model, entry.id)).collect(),
-            token_logprobs: entries.iter().map(|entry| finite(entry.logprobs.chosen)).collect(),
+            token_logprobs: entries
+                .iter()
+                .map(|entry| entry.logprobs.as_ref().map(|logprobs| finite(logprobs.chosen)))
+                .collect(),
             top_logprobs: entries.iter().map(|entry| TopMap::new(entry, model)).collect(),
             text_offset: entries.iter().map(|entry| entry.text_offset).collect(),
         }
@@ -34,17 +37,18 @@ impl TextLogprobs {
 struct TopMap(Vec<(String, f32)>);
 
 impl TopMap {
-    fn new(entry: &TokenLogprobs, model: &dyn TextModel) -> Self {
+    fn new(entry: &TokenLogprobs, model: &dyn TextModel) -> Option<Self> {
+        let logprobs = entry.logprobs.as_ref()?;
         let mut map: Vec<(String, f32)> = Vec::new();
-        let chosen = (entry.id, entry.logprobs.chosen);
-        for &(id, value) in entry.logprobs.top.iter().chain([&chosen]) {
+        let chosen = (entry.id, logprobs.chosen);
+        for &(id, value) in logprobs.top.iter().chain([&chosen]) {
             let name = text(model, id);
             // Parts of a character decode to the same text; the likeliest one keeps the name.
             if !map.iter().any(|(known, _)| *known == name) {
                 map.push((name, finite(value)));
             }
         }
-        TopMap(map)
+        Some(TopMap(map))
     }
 }
 
@@ -81,16 +85,20 @@ struct Alternative {
 
 impl ChatLogprobs {
     pub(crate) fn new(entries: &[TokenLogprobs], model: &dyn TextModel) -> Self {
-        let token = |entry: &TokenLogprobs| ChatToken {
-            chosen: Alternative::new(entry.id, entry.logprobs.chosen, model),
-            top_logprobs: entry
-                .logprobs
-                .top
-                .iter()
-                .map(|&(id, value)| Alternative::new(id, value, model))
-                .collect(),
+        let token = |entry: &TokenLogprobs| {
+            let logprobs = entry.logprobs.as_ref()?;
+            let top = logprobs.top.iter().map(|&(id, value)| Alternative::new(id, value, model));
+            Some(ChatToken {
+                chosen: Alternative::new(entry.id, logprobs.chosen, model),
+                top_logprobs: top.collect(),
+            })
         };
-        ChatLogprobs { content: entries.iter().map(token).collect(), refusal: None }
+        ChatLogprobs { content: entries.iter().filter_map(token).collect(), refusal: None }
+    }
+
+    /// The entries alone, as responses have them.
+    pub(crate) fn into_content(self) -> impl Serialize {
+        self.content
     }
 }
 
@@ -99,6 +107,49 @@ impl Alternative {
         let bytes = model.token_bytes(id);
         let token = String::from_utf8_lossy(&bytes).into_owned();
         Alternative { token, logprob: finite(logprob), bytes }
+    }
+}
+
+/// `prompt_logprobs` as vLLM has them: for each token but the first its own value and those of the best ones,
+/// by id.
+#[derive(Debug, Serialize)]
+pub(crate) struct PromptLogprobs(Vec<Option<RankedMap>>);
+
+/// Tokens by id; the prompt's own comes first.
+#[derive(Debug)]
+struct RankedMap(Vec<(u32, RankedToken)>);
+
+#[derive(Debug, Serialize)]
+struct RankedToken {
+    logprob: f32,
+    /// From 1 for the likeliest token; unknown beyond the alternatives that were asked for.
+    rank: Option<usize>,
+    decoded_token: String,
+}
+
+impl PromptLogprobs {
+    pub(crate) fn new(entries: &[TokenLogprobs], model: &dyn TextModel) -> Self {
+        PromptLogprobs(entries.iter().map(|entry| RankedMap::new(entry, model)).collect())
+    }
+}
+
+impl RankedMap {
+    fn new(entry: &TokenLogprobs, model: &dyn TextModel) -> Option<Self> {
+        let logprobs = entry.logprobs.as_ref()?;
+        let ranked = |id: u32, logprob: f32, rank: Option<usize>| {
+            (id, RankedToken { logprob: finite(logprob), rank, decoded_token: text(model, id) })
+        };
+        let rank = logprobs.top.iter().position(|(id, _)| *id == entry.id).map(|at| at + 1);
+        let mut map = vec![ranked(entry.id, logprobs.chosen, rank)];
+        let others = logprobs.top.iter().enumerate().filter(|(_, (id, _))| *id != entry.id);
+        map.extend(others.map(|(at, &(id, logprob))| ranked(id, logprob, Some(at + 1))));
+        Some(RankedMap(map))
+    }
+}
+
+impl Serialize for RankedMap {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(id, token)| (id, token)))
     }
 }
 

@@ -1,20 +1,16 @@
 //! The fields that completions and chat completions share.
 
 use mixfleet_hal::cast::{to_f32, to_u32};
-use serde_json::value::RawValue;
 
 use super::errors::ApiError;
-use super::fields::{Fields, each, text, token_id, wrong_type};
+use super::fields::{Fields, each, token_id, wrong_type};
 use super::format::AnswerForm;
 use super::hints::ParsedHints;
+use super::text_rules::TextRules;
 use crate::request::Sampling;
 
 /// Maximum of alternatives per position; OpenAI's limit for chat.
 const LOGPROBS_MAX: i64 = 20;
-/// OpenAI accepts 4 stop strings; some clients send more.
-const STOPS_MAX: usize = 16;
-/// Maximum length of a stop string: matching holds back up to one stop string of text.
-const STOP_BYTES_MAX: usize = 1024;
 const STOP_TOKENS_MAX: usize = 64;
 const CACHE_SALT_BYTES_MAX: usize = 256;
 /// Maximum number of tokens with a bias.
@@ -30,7 +26,8 @@ pub(crate) struct Parameters {
     pub(crate) seed: Option<u64>,
     /// Number of choices per prompt.
     pub(crate) choices: u32,
-    pub(crate) stops: Vec<String>,
+    /// How tokens become text.
+    pub(crate) text: TextRules,
     pub(crate) stop_token_ids: Vec<u32>,
     pub(crate) ignore_eos: bool,
     /// The client's value; the default depends on the endpoint.
@@ -39,6 +36,8 @@ pub(crate) struct Parameters {
     /// Whether the names of special tokens in the client's text are treated as text; the default depends on
     /// the endpoint.
     pub(crate) split_special_tokens: Option<bool>,
+    /// Tokens of the prompt's end that are kept, or -1 for as many as leave room for the answer.
+    pub(crate) kept_tokens: Option<i64>,
     pub(crate) cache_salt: Option<String>,
     /// What the answer must be.
     pub(crate) format: Option<AnswerForm>,
@@ -63,23 +62,22 @@ impl Parameters {
         vocabulary_size: u32,
     ) -> Result<Self, ApiError> {
         let ignore_eos = fields.boolean("ignore_eos")?.unwrap_or(false);
-        let stops = stops(fields)?;
-        let stop_token_ids = stop_token_ids(fields, vocabulary_size)?;
-        let max_tokens = max_tokens(fields)?;
-        let ends_at_max_only = ignore_eos && stops.is_empty() && stop_token_ids.is_empty();
-        check_min_tokens(fields, ends_at_max_only, max_tokens)?;
+        let choices = to_u32(fields.integer("n", 1..=CHOICES_MAX)?.unwrap_or(1));
+        check_best_of(fields, choices)?;
+        let (text, format) = (TextRules::parse(fields)?, AnswerForm::parse(fields)?);
         Ok(Parameters {
             sampling: sampling(fields, defaults, vocabulary_size)?,
             seed: fields.bits("seed")?,
-            choices: to_u32(fields.integer("n", 1..=CHOICES_MAX)?.unwrap_or(1)),
-            stops,
-            stop_token_ids,
+            choices,
+            text,
+            stop_token_ids: stop_token_ids(fields, vocabulary_size)?,
             ignore_eos,
-            max_tokens,
+            max_tokens: max_tokens(fields)?,
             add_special_tokens: fields.boolean("add_special_tokens")?,
             split_special_tokens: fields.boolean("split_special_tokens")?,
+            kept_tokens: kept_tokens(fields)?,
             cache_salt: cache_salt(fields)?,
-            format: AnswerForm::parse(fields)?,
+            format,
             asked: ParsedHints::parse(fields)?,
             stream: stream(fields)?,
         })
@@ -171,33 +169,6 @@ pub(crate) fn chat_logprobs(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiE
     }
 }
 
-fn stops(fields: &mut Fields<'_>) -> Result<Vec<String>, ApiError> {
-    let Some(raw) = fields.take("stop") else { return Ok(Vec::new()) };
-    let mut stops = Vec::new();
-    let take = |item| {
-        if stops.len() == STOPS_MAX {
-            return Err(ApiError::value("stop", format!("at most {STOPS_MAX} stop strings are supported")));
-        }
-        stops.push(stop(item)?);
-        Ok(())
-    };
-    match each(raw, take) {
-        None => Ok(vec![stop(raw)?]),
-        Some(read) => read.map(|()| stops),
-    }
-}
-
-fn stop(raw: &RawValue) -> Result<String, ApiError> {
-    let Some(text) = text("stop", raw)? else {
-        return Err(wrong_type("stop", "a string or an array of strings", raw));
-    };
-    if text.is_empty() || text.len() > STOP_BYTES_MAX {
-        let message = format!("a stop string has 1 to {STOP_BYTES_MAX} bytes, not {}", text.len());
-        return Err(ApiError::value("stop", message));
-    }
-    Ok(text)
-}
-
 fn stop_token_ids(fields: &mut Fields<'_>, vocabulary_size: u32) -> Result<Vec<u32>, ApiError> {
     let Some(raw) = fields.take("stop_token_ids") else { return Ok(Vec::new()) };
     let mut ids = Vec::new();
@@ -213,8 +184,24 @@ fn stop_token_ids(fields: &mut Fields<'_>, vocabulary_size: u32) -> Result<Vec<u
     Ok(ids)
 }
 
+/// Checks `best_of`, with which as many answers as are wanted are all of the best ones.
+fn check_best_of(fields: &mut Fields<'_>, choices: u32) -> Result<(), ApiError> {
+    match fields.integer("best_of", 1..=CHOICES_MAX)? {
+        Some(best_of) if best_of > i64::from(choices) => Err(ApiError::unsupported(
+            "best_of",
+            "ask for as many choices with 'n' and 'logprobs', and choose",
+        )),
+        Some(best_of) if best_of < i64::from(choices) => {
+            let message = format!("'best_of' is {best_of}, less than 'n', which is {choices}");
+            Err(ApiError::value("best_of", message))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Reads the bound of the answer. 0 is for requests that only want their prompt back.
 fn max_tokens(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
-    let range = 1..=i64::from(u32::MAX);
+    let range = 0..=i64::from(u32::MAX);
     let old = fields.integer("max_tokens", range.clone())?;
     let new = fields.integer("max_completion_tokens", range)?;
     if let (Some(old), Some(new)) = (old, new)
@@ -226,19 +213,26 @@ fn max_tokens(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
     Ok(new.or(old).map(to_u32))
 }
 
-/// Checks `min_tokens`, which is not implemented. Benchmark clients send it with `ignore_eos`; then nothing
-/// ends an answer before `max_tokens`, so that it is satisfied anyway.
-fn check_min_tokens(
-    fields: &mut Fields<'_>,
-    ends_at_max_only: bool,
-    max_tokens: Option<u32>,
-) -> Result<(), ApiError> {
-    let min_tokens = fields.integer("min_tokens", 0..=i64::from(u32::MAX))?.unwrap_or(0);
-    let met = ends_at_max_only && max_tokens.is_some_and(|max| min_tokens <= i64::from(max));
-    if min_tokens == 0 || met {
-        return Ok(());
+/// Reads `truncate_prompt_tokens`.
+fn kept_tokens(fields: &mut Fields<'_>) -> Result<Option<i64>, ApiError> {
+    const FIELD: &str = "truncate_prompt_tokens";
+    match fields.integer(FIELD, -1..=i64::from(u32::MAX))? {
+        Some(0) => Err(ApiError::value(FIELD, format!("'{FIELD}' is 1 or more, or -1"))),
+        kept => Ok(kept),
     }
-    Err(ApiError::unsupported("min_tokens", "use 'ignore_eos' with 'max_tokens' for a fixed length"))
+}
+
+impl Parameters {
+    /// The end of a prompt that is kept in a context of so many tokens.
+    pub(crate) fn truncated(&self, mut prompt: Vec<u32>, context: u32) -> Vec<u32> {
+        let room = context.saturating_sub(self.max_tokens.unwrap_or(1).max(1));
+        let kept = match self.kept_tokens {
+            None => return prompt,
+            Some(kept) => usize::try_from(kept).unwrap_or(room as usize),
+        };
+        prompt.drain(..prompt.len().saturating_sub(kept));
+        prompt
+    }
 }
 
 pub(crate) fn cache_salt(fields: &mut Fields<'_>) -> Result<Option<String>, ApiError> {
@@ -326,14 +320,5 @@ mod tests {
         ] {
             assert!(parse(body.clone()).is_err(), "{body}");
         }
-    }
-
-    #[test]
-    fn min_tokens_passes_only_where_it_has_no_effect() {
-        assert!(parse(json!({"min_tokens": 4, "max_tokens": 4, "ignore_eos": true})).is_ok());
-        assert!(parse(json!({"min_tokens": 0})).is_ok());
-        assert!(parse(json!({"min_tokens": 5, "max_tokens": 4, "ignore_eos": true})).is_err());
-        assert!(parse(json!({"min_tokens": 4, "max_tokens": 4, "ignore_eos": true, "stop": "a"})).is_err());
-        assert!(parse(json!({"min_tokens": 4, "max_tokens": 4})).is_err());
     }
 }

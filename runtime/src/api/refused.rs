@@ -28,6 +28,7 @@ const NO_GRAMMAR: &str = "use 'response_format' or 'structured_outputs'";
 const NO_MEDIA: &str = "the models served here read and write text only";
 const NO_SEARCH: &str = "only plain sampling is implemented";
 const TEMPLATE: &str = "pass it to the template with 'chat_template_kwargs' if the template knows it";
+const UNREAD: &str = "the template of this model does not read it";
 const NO_EXCHANGE: &str = "this server was started without --kv-exchange";
 const NOT_YET: &str = "it is not implemented";
 
@@ -47,10 +48,10 @@ const REFUSED: &[(&str, Neutral, &str)] = &[
     ("bad_words", Neutral::Empty, NOT_YET),
     ("allowed_token_ids", Neutral::None, NOT_YET),
     ("logits_processors", Neutral::Empty, NOT_YET),
-    ("prompt_logprobs", Neutral::None, NOT_YET),
-    ("truncate_prompt_tokens", Neutral::None, "send a prompt that fits"),
     ("suffix", Neutral::Empty, NOT_YET),
-    ("echo", Neutral::Empty, NOT_YET),
+    ("echo", Neutral::Empty, "it is for /v1/completions"),
+    ("detokenize", Neutral::True, "answers are text"),
+    ("return_hidden_states", Neutral::Empty, NOT_YET),
     ("prediction", Neutral::Empty, NOT_YET),
     ("lora", Neutral::Empty, NOT_YET),
     ("lora_name", Neutral::Empty, NOT_YET),
@@ -58,10 +59,6 @@ const REFUSED: &[(&str, Neutral, &str)] = &[
     ("kv_transfer_params", Neutral::Empty, NO_EXCHANGE),
     ("return_token_ids", Neutral::Empty, NOT_YET),
     ("return_tokens_as_token_ids", Neutral::Empty, NOT_YET),
-    ("skip_special_tokens", Neutral::True, "special tokens are always left out of the text"),
-    ("spaces_between_special_tokens", Neutral::True, NOT_YET),
-    ("include_stop_str_in_output", Neutral::Empty, NOT_YET),
-    ("best_of", Neutral::Number(1.0), NO_SEARCH),
     ("use_beam_search", Neutral::Empty, NO_SEARCH),
     ("early_stopping", Neutral::Empty, NO_SEARCH),
     ("length_penalty", Neutral::Number(1.0), NO_SEARCH),
@@ -74,11 +71,11 @@ const REFUSED: &[(&str, Neutral, &str)] = &[
     ("xtc_probability", Neutral::Number(0.0), NO_SEARCH),
     ("dry_multiplier", Neutral::Number(0.0), NO_SEARCH),
     ("chat_template", Neutral::None, "the model's own template is used"),
-    ("documents", Neutral::Empty, TEMPLATE),
+    ("documents", Neutral::Empty, UNREAD),
     ("enable_thinking", Neutral::None, TEMPLATE),
     ("thinking", Neutral::None, TEMPLATE),
     ("reasoning", Neutral::None, TEMPLATE),
-    ("reasoning_effort", Neutral::None, TEMPLATE),
+    ("reasoning_effort", Neutral::None, UNREAD),
     ("verbosity", Neutral::None, TEMPLATE),
 ];
 

@@ -80,7 +80,7 @@ pub(super) async fn answer(
     let wanted = RelayRequest {
         id: id.clone(),
         endpoint: match endpoint {
-            Endpoint::Chat => EngineEndpoint::Chat,
+            Endpoint::Chat | Endpoint::Responses => EngineEndpoint::Chat,
             Endpoint::Completions => EngineEndpoint::Completions,
         },
         body: Arc::new(text.into()),
@@ -156,7 +156,7 @@ fn outline(body: &[u8], endpoint: Endpoint, name: &str) -> Result<Outline, ApiEr
     let missing = || ApiError::field("model", "missing_parameter", "'model' is missing");
     check_name(&model.ok_or_else(missing)?, name)?;
     let field = match endpoint {
-        Endpoint::Chat => "messages",
+        Endpoint::Chat | Endpoint::Responses => "messages",
         Endpoint::Completions => "prompt",
     };
     let missing = || ApiError::field(field, "missing_parameter", format!("'{field}' is missing"));
@@ -169,7 +169,7 @@ fn outline(body: &[u8], endpoint: Endpoint, name: &str) -> Result<Outline, ApiEr
         longest,
         prompt_bytes: prompt.get().len(),
         prompt_ids: match endpoint {
-            Endpoint::Chat => None,
+            Endpoint::Chat | Endpoint::Responses => None,
             Endpoint::Completions => ids(prompt)?,
         },
         hints: ParsedHints::parse(&mut fields)?,

@@ -22,7 +22,7 @@ use super::shapes::Endpoint;
 use super::work::NEVER_IN_PLACE;
 use super::{
     Api, Phase, Seat, ServedModel, Serving, body, chat, completions, generate, interface, kv, page, pass,
-    relay,
+    relay, responses,
 };
 use crate::budget::Party;
 use crate::grammar::{GrammarClient, owner};
@@ -43,7 +43,7 @@ impl Api {
             .route("/v1/completions", post_prompt(Endpoint::Completions))
             .route("/v1/chat/completions", post_prompt(Endpoint::Chat))
             .route("/v1/embeddings", post_passed(PassedPath::Embeddings))
-            .route("/v1/responses", post_passed(PassedPath::Responses))
+            .route("/v1/responses", post(respond))
             .route("/v1/kv", get(kv::describe))
             .route("/v1/kv/read", post(kv::read))
             .route("/v1/kv/write", post(kv::write))
@@ -218,6 +218,19 @@ fn post_passed(path: PassedPath) -> MethodRouter<Arc<Api>> {
     )
 }
 
+/// Answers by the model here, or passes the request on to an engine.
+async fn respond(
+    State(api): State<Arc<Api>>,
+    Extension(caller): Extension<TenantCaller>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, ApiError> {
+    match api.serving()? {
+        Serving::Model(_) => answer(&api, caller, Endpoint::Responses, &headers, body).await,
+        Serving::Engines(_) => pass::answer(&api, caller, PassedPath::Responses, &headers, body).await,
+    }
+}
+
 async fn version() -> Response {
     document(StatusCode::OK, &json!({ "version": env!("CARGO_PKG_VERSION") }))
 }
@@ -318,6 +331,7 @@ fn plan(
     match endpoint {
         Endpoint::Completions => completions::plan(fields, model, choices_max, stopped),
         Endpoint::Chat => chat::plan(fields, model, stopped),
+        Endpoint::Responses => responses::plan(fields, model, stopped),
     }
 }
 

@@ -4,19 +4,21 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::answer::{Delta, TokenLogprobs, Usage};
-use super::logprobs::{ChatLogprobs, TextLogprobs};
+use super::logprobs::{ChatLogprobs, PromptLogprobs, TextLogprobs};
 use super::text::TextModel;
 use super::tools::ToolCall;
 use crate::model::CallIds;
 use crate::request::{FinishReason, ServiceTier};
 
-/// One of the two generation endpoints.
+/// One of the generation endpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Endpoint {
     /// The route `/v1/completions`.
     Completions,
     /// The route `/v1/chat/completions`.
     Chat,
+    /// The route `/v1/responses`.
+    Responses,
 }
 
 impl Endpoint {
@@ -25,6 +27,7 @@ impl Endpoint {
         match self {
             Endpoint::Completions => "completions",
             Endpoint::Chat => "chat_completions",
+            Endpoint::Responses => "responses",
         }
     }
 
@@ -33,6 +36,7 @@ impl Endpoint {
         match self {
             Endpoint::Completions => "cmpl-",
             Endpoint::Chat => "chatcmpl-",
+            Endpoint::Responses => "resp_",
         }
     }
 }
@@ -61,6 +65,8 @@ pub(crate) struct Collected {
     pub(crate) text: String,
     pub(crate) calls: Vec<ToolCall>,
     pub(crate) logprobs: Vec<TokenLogprobs>,
+    /// Log-probabilities of the prompt, if they are asked for.
+    pub(crate) prompt: Option<Vec<TokenLogprobs>>,
     pub(crate) finish: Option<FinishReason>,
 }
 
@@ -74,6 +80,7 @@ impl Head {
         model: &dyn TextModel,
     ) -> String {
         let usage = Some(Some(usage.into()));
+        let prompt = |choice: &Collected| Some(PromptLogprobs::new(choice.prompt.as_ref()?, model));
         match self.endpoint {
             Endpoint::Completions => {
                 let choices = choices.iter().enumerate().map(|(index, choice)| TextChoice {
@@ -81,10 +88,12 @@ impl Head {
                     text: &choice.text,
                     logprobs: with_logprobs.then(|| TextLogprobs::new(&choice.logprobs, model)),
                     finish_reason: choice.finish,
+                    prompt_logprobs: prompt(choice),
                 });
-                self.document("text_completion", choices.collect(), usage)
+                self.document("text_completion", choices.collect(), usage, None)
             }
-            Endpoint::Chat => {
+            Endpoint::Chat | Endpoint::Responses => {
+                let prompt = choices.first().and_then(prompt);
                 let choices = choices.iter().enumerate().map(|(index, choice)| ChatChoice {
                     index,
                     message: ChatMessage {
@@ -92,12 +101,12 @@ impl Head {
                         content: (choice.calls.is_empty() || !choice.text.is_empty())
                             .then_some(&*choice.text),
                         refusal: None,
-                        tool_calls: self.calls(index, &choice.calls, 0),
+                        tool_calls: self.calls(index, &choice.calls),
                     },
                     logprobs: with_logprobs.then(|| ChatLogprobs::new(&choice.logprobs, model)),
                     finish_reason: choice.finish,
                 });
-                self.document("chat.completion", choices.collect(), usage)
+                self.document("chat.completion", choices.collect(), usage, prompt)
             }
         }
     }
@@ -106,7 +115,7 @@ impl Head {
     pub(crate) fn opening(&self, index: usize, usage: Option<Option<Usage>>) -> Option<String> {
         let delta = ChatDelta { role: Some("assistant"), content: Some(""), ..ChatDelta::default() };
         let choice = ChatChunkChoice { index, delta, logprobs: None, finish_reason: None };
-        (self.endpoint == Endpoint::Chat).then(|| self.chunk(vec![choice], usage))
+        (self.endpoint != Endpoint::Completions).then(|| self.chunk(vec![choice], usage))
     }
 
     /// A chunk with text, log-probabilities or both.
@@ -121,10 +130,10 @@ impl Head {
         match self.endpoint {
             Endpoint::Completions => {
                 let logprobs = (!entries.is_empty()).then(|| TextLogprobs::new(entries, model));
-                let choice = TextChoice { index, text: &delta.text, logprobs, finish_reason: None };
+                let choice = TextChoice { index, text: &delta.text, logprobs, ..TextChoice::default() };
                 self.chunk(vec![choice], usage)
             }
-            Endpoint::Chat => {
+            Endpoint::Chat | Endpoint::Responses => {
                 let logprobs = (!entries.is_empty()).then(|| ChatLogprobs::new(entries, model));
                 let delta = ChatDelta { content: Some(&delta.text), ..ChatDelta::default() };
                 self.chunk(vec![ChatChunkChoice { index, delta, logprobs, finish_reason: None }], usage)
@@ -132,27 +141,32 @@ impl Head {
         }
     }
 
-    /// A chunk with calls of tools, each of them whole.
+    /// A chunk with calls of tools, or parts of them.
     pub(crate) fn called(&self, index: usize, delta: &Delta, usage: Option<Option<Usage>>) -> String {
-        let tool_calls = self.calls(index, &delta.calls, delta.calls_before);
-        let delta = ChatDelta { tool_calls, ..ChatDelta::default() };
+        let bodies = delta.calls.iter().map(|piece| CallBody {
+            index: piece.index,
+            id: piece.name.as_ref().map(|name| self.call_id(index, piece.index, name)),
+            kind: piece.name.as_ref().map(|_| "function"),
+            function: FunctionBody { name: piece.name.as_deref(), arguments: &piece.arguments },
+        });
+        let delta = ChatDelta { tool_calls: bodies.collect(), ..ChatDelta::default() };
         self.chunk(vec![ChatChunkChoice { index, delta, logprobs: None, finish_reason: None }], usage)
     }
 
-    /// The calls of a choice behind the first `before` ones.
-    fn calls<'a>(&self, choice: usize, calls: &'a [ToolCall], before: usize) -> Vec<CallBody<'a>> {
-        let bodies = (before..).zip(calls).map(|(index, call)| CallBody {
+    /// The calls of a choice.
+    fn calls<'a>(&self, choice: usize, calls: &'a [ToolCall]) -> Vec<CallBody<'a>> {
+        let bodies = calls.iter().enumerate().map(|(index, call)| CallBody {
             index,
-            id: self.call_id(choice, index, &call.name),
-            kind: "function",
-            function: call,
+            id: Some(self.call_id(choice, index, &call.name)),
+            kind: Some("function"),
+            function: FunctionBody { name: Some(&call.name), arguments: &call.arguments },
         });
         bodies.collect()
     }
 
     /// The id of a call, which the model's template takes in later turns.
-    fn call_id(&self, choice: usize, index: usize, name: &str) -> String {
-        let of_response = self.id.trim_start_matches(Endpoint::Chat.id_prefix());
+    pub(crate) fn call_id(&self, choice: usize, index: usize, name: &str) -> String {
+        let of_response = self.id.trim_start_matches(self.endpoint.id_prefix());
         let whole = format!("call_{of_response}_{choice}_{index}");
         match self.call_ids {
             CallIds::Any => whole,
@@ -175,9 +189,9 @@ impl Head {
         let finish_reason = Some(reason);
         match self.endpoint {
             Endpoint::Completions => {
-                self.chunk(vec![TextChoice { index, text: "", logprobs: None, finish_reason }], usage)
+                self.chunk(vec![TextChoice { index, finish_reason, ..TextChoice::default() }], usage)
             }
-            Endpoint::Chat => {
+            Endpoint::Chat | Endpoint::Responses => {
                 let delta = ChatDelta::default();
                 self.chunk(vec![ChatChunkChoice { index, delta, logprobs: None, finish_reason }], usage)
             }
@@ -192,9 +206,9 @@ impl Head {
     fn chunk<C: Serialize>(&self, choices: Vec<C>, usage: Option<Option<Usage>>) -> String {
         let object = match self.endpoint {
             Endpoint::Completions => "text_completion",
-            Endpoint::Chat => "chat.completion.chunk",
+            Endpoint::Chat | Endpoint::Responses => "chat.completion.chunk",
         };
-        self.document(object, choices, usage.map(|usage| usage.map(UsageBody::from)))
+        self.document(object, choices, usage.map(|usage| usage.map(UsageBody::from)), None)
     }
 
     fn document<C: Serialize>(
@@ -202,11 +216,21 @@ impl Head {
         object: &'static str,
         choices: Vec<C>,
         usage: Option<Option<UsageBody>>,
+        prompt_logprobs: Option<PromptLogprobs>,
     ) -> String {
         let Head { id, created, model, tier, handed_over, .. } = self;
         let (created, service_tier, kv_transfer_params) = (*created, *tier, handed_over.as_ref());
-        let document =
-            Document { id, object, created, model, service_tier, choices, usage, kv_transfer_params };
+        let document = Document {
+            id,
+            object,
+            created,
+            model,
+            service_tier,
+            choices,
+            usage,
+            prompt_logprobs,
+            kv_transfer_params,
+        };
         serde_json::to_string(&document).expect("strings and finite numbers serialise")
     }
 }
@@ -223,16 +247,21 @@ struct Document<'a, C> {
     /// With `include_usage`, null in every chunk but the last.
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<UsageBody>>,
+    /// Of a chat.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<PromptLogprobs>,
     #[serde(skip_serializing_if = "Option::is_none")]
     kv_transfer_params: Option<&'a Value>,
 }
 
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 struct TextChoice<'a> {
     index: usize,
     text: &'a str,
     logprobs: Option<TextLogprobs>,
     finish_reason: Option<FinishReason>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_logprobs: Option<PromptLogprobs>,
 }
 
 #[derive(Serialize)]
@@ -255,10 +284,19 @@ struct ChatMessage<'a> {
 #[derive(Serialize)]
 struct CallBody<'a> {
     index: usize,
-    id: String,
-    #[serde(rename = "type")]
-    kind: &'static str,
-    function: &'a ToolCall,
+    /// Where the call begins.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<String>,
+    #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
+    kind: Option<&'static str>,
+    function: FunctionBody<'a>,
+}
+
+#[derive(Serialize)]
+struct FunctionBody<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<&'a str>,
+    arguments: &'a str,
 }
 
 #[derive(Serialize)]

@@ -64,7 +64,7 @@ impl Stream {
         {
             add(&opening, events);
         }
-        if !delta.text.is_empty() || delta.logprobs.is_some() {
+        if !delta.text.is_empty() || !delta.logprobs.is_empty() {
             add(&self.head.content(index, delta, usage, self.model.as_ref()), events);
         }
         if !delta.calls.is_empty() {

@@ -5,6 +5,8 @@
 #[derive(Debug)]
 pub(crate) struct StopFilter {
     stops: Vec<String>,
+    /// Whether the stop string that is found is let through too.
+    includes_stop: bool,
     /// A suffix of the text so far that is a proper prefix of a stop string.
     held: String,
 }
@@ -20,23 +22,41 @@ pub(crate) struct Passed {
 
 impl StopFilter {
     /// A filter for `stops`, none of which is empty.
-    pub(crate) fn new(stops: Vec<String>) -> Self {
-        StopFilter { stops, held: String::new() }
+    pub(crate) fn new(stops: Vec<String>, includes_stop: bool) -> Self {
+        StopFilter { stops, includes_stop, held: String::new() }
+    }
+
+    /// Adds a piece in which no stop string ends.
+    pub(crate) fn push_unstopped(&mut self, piece: &str) -> String {
+        let mut text = std::mem::take(&mut self.held);
+        text.push_str(piece);
+        self.let_through(text)
     }
 
     /// Adds the next piece. The stop string that is complete first wins; of those complete at the same
     /// character, the longest.
     pub(crate) fn push(&mut self, piece: &str) -> Passed {
         let mut text = std::mem::take(&mut self.held);
+        let seen = text.len();
         text.push_str(piece);
-        let found = |stop: &String| text.find(stop.as_str()).map(|start| (start + stop.len(), start));
-        if let Some((_, start)) = self.stops.iter().filter_map(found).min() {
-            text.truncate(start);
+        // what ends before the piece was let through on purpose
+        let found = |stop: &String| {
+            let from = (seen + 1).saturating_sub(stop.len());
+            let from = (from..=text.len()).find(|at| text.is_char_boundary(*at))?;
+            text[from..].find(stop.as_str()).map(|start| (from + start + stop.len(), from + start))
+        };
+        if let Some((end, start)) = self.stops.iter().filter_map(found).min() {
+            text.truncate(if self.includes_stop { end } else { start });
             return Passed { text, stopped: true };
         }
+        Passed { text: self.let_through(text), stopped: false }
+    }
+
+    /// Returns the text, except for what may become a stop string.
+    fn let_through(&mut self, mut text: String) -> String {
         let held_bytes = self.stops.iter().map(|stop| overlap(&text, stop)).max().unwrap_or(0);
         self.held = text.split_off(text.len() - held_bytes);
-        Passed { text, stopped: false }
+        text
     }
 
     /// Ends the text and returns what was held back, which is not a stop string after all.
@@ -59,7 +79,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn run<'a>(stops: &[String], pieces: impl Iterator<Item = &'a str>) -> (String, bool) {
-        let mut filter = StopFilter::new(stops.to_vec());
+        let mut filter = StopFilter::new(stops.to_vec(), false);
         let mut shown = String::new();
         for piece in pieces {
             let passed = filter.push(piece);
@@ -86,9 +106,19 @@ mod tests {
 
     #[test]
     fn holds_back_what_may_become_a_stop_string() {
-        let mut filter = StopFilter::new(vec!["abc".into(), "bx".into()]);
+        let mut filter = StopFilter::new(vec!["abc".into(), "bx".into()], false);
         assert_eq!(filter.push("zab"), Passed { text: "z".into(), stopped: false });
         assert_eq!(filter.push("x!"), Passed { text: "a".into(), stopped: true });
+    }
+
+    #[test]
+    fn a_stop_string_counts_where_it_ends_behind_the_minimum() {
+        let mut filter = StopFilter::new(vec!["ab".into(), "é!".into()], true);
+        assert_eq!(filter.push_unstopped("xaby"), "xaby");
+        assert_eq!(filter.push_unstopped("a"), "", "it may become one");
+        assert_eq!(filter.push("c"), Passed { text: "ac".into(), stopped: false });
+        assert_eq!(filter.push_unstopped("abé"), "ab");
+        assert_eq!(filter.push("!?"), Passed { text: "é!".into(), stopped: true });
     }
 
     proptest! {

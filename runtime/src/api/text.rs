@@ -124,11 +124,21 @@ pub trait TextModel: Send + Sync {
     /// How the model calls tools; none if its template knows none.
     fn tool_style(&self) -> Option<ToolStyle>;
 
+    /// Whether the template reads a variable of this name.
+    fn reads_argument(&self, _name: &str) -> bool {
+        false
+    }
+
     /// A decoder for one answer. It skips special tokens.
     fn decoder(&self) -> Box<dyn TextDecoder>;
 
     /// A decoder for one answer that shows special tokens of these names, and skips all others.
     fn decoder_showing(&self, _marks: Vec<&'static str>) -> Box<dyn TextDecoder> {
+        self.decoder()
+    }
+
+    /// A decoder for one answer that shows all special tokens.
+    fn decoder_with_specials(&self) -> Box<dyn TextDecoder> {
         self.decoder()
     }
 

@@ -97,9 +97,9 @@ impl Tools {
         Some(Grammar::Lark(tool_grammar::calls(style, &called, several, is_special).into()))
     }
 
-    /// Reads the calls of one answer.
-    pub(crate) fn reader(&self, style: ToolStyle) -> ToolReader {
-        ToolReader::new(style, self.functions.clone(), self.parallel)
+    /// Reads the calls of one answer; in pieces where it is streamed.
+    pub(crate) fn reader(&self, style: ToolStyle, streams: bool) -> ToolReader {
+        ToolReader::new(style, self.functions.clone(), self.parallel, streams)
     }
 }
 
@@ -225,12 +225,33 @@ pub(crate) struct ToolCall {
     pub(crate) arguments: String,
 }
 
+/// A part of a call of a tool.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct CallPiece {
+    /// The call's number in its answer.
+    pub(crate) index: usize,
+    /// The name of the function, with which a call begins.
+    pub(crate) name: Option<String>,
+    /// Further JSON of the arguments.
+    pub(crate) arguments: String,
+}
+
+impl CallPiece {
+    /// Adds a piece to the calls of its answer so far.
+    pub(crate) fn add_to(self, calls: &mut Vec<ToolCall>) {
+        match self.name {
+            Some(name) => calls.push(ToolCall { name, arguments: self.arguments }),
+            None => calls.get_mut(self.index).into_iter().for_each(|call| call.arguments += &self.arguments),
+        }
+    }
+}
+
 /// What a piece of an answer turns out to be.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct ToolPieces {
     /// Text that belongs to no call.
     pub(crate) text: String,
-    pub(crate) calls: Vec<ToolCall>,
+    pub(crate) calls: Vec<CallPiece>,
     /// Whether the answer ends here, since it may have no further call.
     pub(crate) ended: bool,
 }

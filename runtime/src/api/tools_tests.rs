@@ -42,11 +42,14 @@ fn tools(further: &Value) -> Tools {
 
 /// Text and calls of an answer that comes in these pieces.
 fn read(tools: &Tools, style: ToolStyle, pieces: &[&str]) -> (String, Vec<ToolCall>) {
-    let mut reader = tools.reader(style);
+    read_by(tools.reader(style, false), pieces)
+}
+
+fn read_by(mut reader: ToolReader, pieces: &[&str]) -> (String, Vec<ToolCall>) {
     let (mut text, mut calls) = (String::new(), Vec::new());
     let mut take = |pieces: ToolPieces| {
         text.push_str(&pieces.text);
-        calls.extend(pieces.calls);
+        pieces.calls.into_iter().for_each(|piece| piece.add_to(&mut calls));
         pieces.ended
     };
     for piece in pieces {
@@ -96,7 +99,7 @@ fn calls_are_found_and_all_else_stays_text() {
 fn one_call_ends_an_answer_that_may_have_no_other() {
     let tools = tools(&json!({"parallel_tool_calls": false}));
     let call = "<tool_call>{\"name\": \"add\", \"arguments\": {}}</tool_call>";
-    let mut reader = tools.reader(ToolStyle::Tagged);
+    let mut reader = tools.reader(ToolStyle::Tagged, false);
     let pieces = reader.push(&format!("{call}{call}"));
     assert_eq!((pieces.calls.len(), pieces.ended, pieces.text), (1, true, String::new()));
     assert_eq!(read(&tools, BARE, &["{\"name\":\"add\"};{\"name\":\"add\"}"]).1.len(), 1);
@@ -263,6 +266,40 @@ fn calls_of_every_style_are_read_whole_and_in_pieces() {
         let cut = &text[..text.find("look").unwrap() + 5];
         assert_eq!(read(&all, style, &[cut]), (cut.to_owned(), vec![]), "{style:?}");
     }
+}
+
+/// Where calls come in pieces, as streams have them.
+#[test]
+fn streamed_calls_begin_with_their_names_and_go_on_with_arguments() {
+    let (all, one) = (tools(&json!({})), tools(&json!({"parallel_tool_calls": false})));
+    for style in STYLES {
+        let text = written(style);
+        let letters: Vec<String> = text.chars().map(String::from).collect();
+        let letters: Vec<&str> = letters.iter().map(String::as_str).collect();
+        let whole = read(&all, style, &[&text]);
+        assert_eq!(read_by(all.reader(style, true), &letters), whole, "{style:?}");
+        assert_eq!(read_by(all.reader(style, true), &[&text]), whole, "{style:?} at once");
+        assert_eq!(read_by(one.reader(style, true), &letters).1.len(), 1, "{style:?}");
+        let (mut reader, mut pieces) = (all.reader(style, true), Vec::new());
+        letters.iter().for_each(|letter| pieces.extend(reader.push(letter).calls));
+        if matches!(
+            style,
+            ToolStyle::Tagged | BARE | ToolStyle::Listed(_) | ToolStyle::Named | ToolStyle::Kimi
+        ) {
+            let name = CallPiece { index: 0, name: Some("look".into()), arguments: String::new() };
+            assert_eq!(pieces[0], name, "{style:?}");
+            let of_first = pieces.iter().filter(|piece| piece.index == 0).count();
+            assert_eq!(of_first, 1 + "{\"x\": 1}".len(), "{style:?}: a piece for each letter");
+        }
+    }
+}
+
+#[test]
+fn a_streamed_call_that_is_cut_stays_one() {
+    let tools = tools(&json!({}));
+    let begun = "so<tool_call>{\"name\": \"look\", \"arguments\": {\"x\": \"</too";
+    let (text, calls) = read_by(tools.reader(ToolStyle::Tagged, true), &[begun]);
+    assert_eq!((text.as_str(), calls), ("so", vec![called("look", "{\"x\": \"</too")]));
 }
 
 #[test]

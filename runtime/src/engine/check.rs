@@ -43,11 +43,15 @@ impl Worker {
         let wanted = &job.wanted;
         let (prompt, generated) = (wanted.prompt_ids.len() as u64, job.generated.len() as u64);
         require!(prompt > 0, "the prompt has no tokens");
-        let (vocab, ids) = (config.vocab, wanted.prompt_ids.iter().chain(&job.generated));
+        let masked = wanted.minimum.iter().flat_map(|minimum| minimum.masked_ids.iter());
+        let given = wanted.prompt_ids.iter().chain(&*wanted.forced_ids).chain(masked);
+        let (vocab, ids) = (config.vocab, given.chain(&job.generated));
         let highest = ids.copied().max().unwrap_or(0);
         require!(highest < vocab, "token {highest} has no row in the model's embedding, which has {vocab}");
         let max_tokens = u64::from(wanted.max_tokens);
         require!(generated < max_tokens, "the answer is complete: there is no token to generate");
+        let forced = wanted.forced_ids.len() as u64;
+        require!(forced <= max_tokens, "{forced} tokens are forced of an answer of {max_tokens}");
         let (whole, context) = (job.length_max(), u64::from(config.context_max));
         require!(whole <= context, "{whole} tokens of prompt and answer; the context is {context}");
         let room = self.limits.kv_tokens();
@@ -58,7 +62,8 @@ impl Worker {
         require!(tbt_is_number, "the objective for the time between tokens is no number");
         require!(wanted.sampling.is_finite(), "a parameter of sampling is no number");
         let (ends, logprobs) = (wanted.eos_ids.len(), wanted.logprobs.unwrap_or(0));
-        let is_useful = ends <= EOS_IDS_MAX && logprobs <= LOGPROBS_MAX;
+        let masked = wanted.minimum.as_ref().map_or(0, |minimum| minimum.masked_ids.len());
+        let is_useful = ends.max(masked) <= EOS_IDS_MAX && logprobs <= LOGPROBS_MAX;
         require!(is_useful, "more end tokens or log-probabilities than any answer has use for");
         let grammar_bytes = wanted.grammar.as_ref().map_or(0, |grammar| grammar.text().len());
         require!(

@@ -129,6 +129,8 @@ mod tests {
         };
         let wanted = GenerateRequest {
             id: String::new(),
+            forced_ids: Arc::default(),
+            minimum: None,
             prompt_ids: [1, 2].into(),
             max_tokens: 2,
             eos_ids: [1].into(),

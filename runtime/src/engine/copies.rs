@@ -44,6 +44,7 @@ impl Coordinator {
             let request = self.front.next_request();
             let wanted = Arc::new(GenerateRequest {
                 prompt_ids: prefix.into(),
+                forced_ids: Arc::default(),
                 max_tokens: 1,
                 logprobs: None,
                 grammar: None,

@@ -8,7 +8,7 @@ use crate::request::Logprobs;
 use crate::sampling::{self, History, SamplingError};
 use bytemuck::Zeroable;
 use mixfleet_hal::cast::to_f32;
-use mixfleet_hal::sample::{Drawn, NO_TOKEN};
+use mixfleet_hal::sample::{Drawn, NO_TOKEN, Parameters};
 use mixfleet_hal::{Device, Error, ErrorKind, Result};
 use mixfleet_scheduler::batch::{RequestId, Step, StepSequence};
 
@@ -104,7 +104,12 @@ impl Worker {
     fn draw_here(&self, s: &StepSequence, logits: &[f32]) -> std::result::Result<DrawnToken, String> {
         let Some(active) = self.active.get(&s.request) else { return Ok((0, None)) };
         let wanted = &active.wanted;
-        let (prompt, output) = self.ids(s.request).split_at(wanted.prompt_ids.len());
+        let ids = self.ids(s.request);
+        if let Some(&forced) = wanted.forced_ids.get(ids.len() - wanted.prompt_ids.len()) {
+            let logprobs = sampling::logprobs_of(logits, forced, wanted.logprobs.unwrap_or(0));
+            return logprobs.map(|logprobs| (forced, Some(logprobs))).map_err(|error| error.to_string());
+        }
+        let (prompt, output) = ids.split_at(wanted.given_tokens());
         let history = History { prompt, output };
         let forbidden = active.shaping.as_ref().map_or(&[][..], Shaping::forbidden);
         let drawn = sampling::sample(logits, &wanted.sampling, history, forbidden, wanted.logprobs);
@@ -133,9 +138,15 @@ fn checked(drawn: Drawn, vocabulary: u32) -> Result<std::result::Result<u32, Sam
 pub(super) fn draw_input<'a>(active: Option<&'a Active>, ids: &[u32]) -> DrawInput<'a> {
     let Some(active) = active else { return DrawInput::GREEDY };
     let wanted = &active.wanted;
-    let index = ids.len() - wanted.prompt_ids.len();
+    // while tokens are forced, the one entry of the history decides
+    let index = ids.len().checked_sub(wanted.given_tokens());
+    let logprobs = wanted.logprobs.is_some();
+    let parameters = match index {
+        Some(index) => wanted.sampling.parameters(index as u64, logprobs),
+        None => Parameters { logprobs: logprobs.into(), ..Parameters::GREEDY },
+    };
     DrawInput {
-        parameters: wanted.sampling.parameters(index as u64, wanted.logprobs.is_some()),
+        parameters,
         history: active.shaping.as_ref().map_or(&[], Shaping::entries),
         tops: wanted.logprobs.unwrap_or(0),
     }

@@ -1,23 +1,31 @@
-//! What a request changes of its logits before a token is drawn: penalties, and tokens that its grammar
-//! forbids.
+//! What a request changes of its logits before a token is drawn: penalties, tokens that its grammar forbids,
+//! end tokens of an answer that is still too short, and tokens of the prompt that are drawn for their
+//! log-probabilities.
 
 use super::compiled::BegunGrammar;
 use crate::grammar::GrammarRun;
-use crate::request::GenerateRequest;
+use crate::request::{AnswerMinimum, GenerateRequest};
 use crate::sampling::Penalties;
+use std::sync::Arc;
 
 /// Subtracted from the logit of a forbidden token, so that it weighs nothing. It is finite, since shaders
 /// need not know infinity.
 const FORBIDDEN_LOSS: f32 = 3e38;
 
+/// Added to the logit of a token that must come next.
+const FORCED_GAIN: f32 = 3e38;
+
 /// What changes the logits of a request, kept up to date as tokens are drawn.
 pub(super) struct Shaping {
     penalties: Option<Penalties>,
     grammar: Option<GrammarRun>,
-    /// The tokens that must not come next.
+    /// The first tokens of the output.
+    forced: Arc<[u32]>,
+    minimum: Option<AnswerMinimum>,
+    /// The tokens that must not come next, in order.
     forbidden: Vec<u32>,
-    /// Each token once, with the bits of the f32 that its logit loses, where a grammar forbids some.
-    entries: Vec<[u32; 2]>,
+    /// Each token once, with the bits of the f32 that its logit loses, unless only penalties change logits.
+    entries: Option<Vec<[u32; 2]>>,
     /// Why no token can be drawn.
     failed: Option<String>,
 }
@@ -26,8 +34,10 @@ impl Shaping {
     /// What changes the logits of a request whose output is empty; none if nothing does. `begun` is the
     /// beginning of its grammar, if it has one.
     pub(super) fn new(wanted: &GenerateRequest, begun: Option<BegunGrammar>) -> Option<Self> {
-        let penalties = Penalties::new(&wanted.sampling, &wanted.prompt_ids);
-        if penalties.is_none() && begun.is_none() {
+        let given = [&wanted.prompt_ids[..], &wanted.forced_ids].concat();
+        let penalties = Penalties::new(&wanted.sampling, &given);
+        let (forced, minimum) = (wanted.forced_ids.clone(), wanted.minimum.clone());
+        if penalties.is_none() && begun.is_none() && forced.is_empty() && minimum.is_none() {
             return None;
         }
         let (grammar, failed) = match begun {
@@ -35,34 +45,52 @@ impl Shaping {
             Some(Err(cause)) => (None, Some(cause)),
             None => (None, None),
         };
-        Some(Shaping { penalties, grammar, forbidden: Vec::new(), entries: Vec::new(), failed })
+        Some(Shaping { penalties, grammar, forced, minimum, forbidden: Vec::new(), entries: None, failed })
     }
 
-    /// Follows the tokens of `output`, the whole answer so far, that are new since the last time.
+    /// Follows the tokens of `output`, all behind the prompt so far, that are new since the last time.
     pub(super) fn follow(&mut self, output: &[u32]) {
+        if let Some(next) = self.forced.get(output.len()) {
+            self.entries = Some(vec![[*next, (-FORCED_GAIN).to_bits()]]);
+            return;
+        }
+        let output = &output[self.forced.len()..];
         if let Some(penalties) = &mut self.penalties {
             penalties.follow(output);
         }
-        let Some(grammar) = self.grammar.as_mut().filter(|_| self.failed.is_none()) else { return };
-        match grammar.follow(output).and_then(|()| grammar.forbidden()) {
-            Ok(forbidden) => self.forbidden = forbidden,
-            Err(cause) => {
-                self.failed = Some(format!("the answer cannot follow its grammar any further: {cause}"));
-                return;
+        self.forbidden.clear();
+        if let Some(grammar) = self.grammar.as_mut().filter(|_| self.failed.is_none()) {
+            match grammar.follow(output).and_then(|()| grammar.forbidden()) {
+                Ok(forbidden) => self.forbidden = forbidden,
+                Err(cause) => {
+                    self.failed = Some(format!("the answer cannot follow its grammar any further: {cause}"));
+                    return;
+                }
             }
         }
-        self.entries.clear();
+        if let Some(minimum) = self.minimum.as_ref().filter(|minimum| output.len() < minimum.tokens as usize)
+        {
+            self.forbidden.extend_from_slice(&minimum.masked_ids);
+            self.forbidden.sort_unstable();
+            self.forbidden.dedup();
+        }
+        if self.grammar.is_none() && self.forbidden.is_empty() {
+            self.entries = None;
+            return;
+        }
         let loss = FORBIDDEN_LOSS.to_bits();
         let penalised = self.penalties.iter().flat_map(Penalties::entries);
-        self.entries.extend(penalised.filter(|entry| self.forbidden.binary_search(&entry[0]).is_err()));
-        self.entries.extend(self.forbidden.iter().map(|id| [*id, loss]));
+        let mut entries: Vec<_> =
+            penalised.filter(|entry| self.forbidden.binary_search(&entry[0]).is_err()).copied().collect();
+        entries.extend(self.forbidden.iter().map(|id| [*id, loss]));
+        self.entries = Some(entries);
     }
 
     /// Each token whose logit changes, once, with the bits of the f32 that it loses after the repetition
     /// penalty.
     pub(super) fn entries(&self) -> &[[u32; 2]] {
-        match &self.grammar {
-            Some(_) => &self.entries,
+        match &self.entries {
+            Some(entries) => entries,
             None => self.penalties.as_ref().map_or(&[], Penalties::entries),
         }
     }
@@ -97,6 +125,8 @@ mod tests {
         let (yes, no, other) = (first("y"), first("n"), first("z"));
         let wanted = GenerateRequest {
             id: String::new(),
+            forced_ids: Arc::default(),
+            minimum: None,
             prompt_ids: [other].into(),
             max_tokens: 8,
             eos_ids: [1].into(),

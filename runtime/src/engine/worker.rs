@@ -300,7 +300,8 @@ impl Worker {
             let Some(text) = self.machine.text_mut(request) else { continue };
             let index = to_u32(text.ids().len() - wanted.prompt_ids.len());
             text.push(token);
-            let finish = if wanted.eos_ids.contains(&token) {
+            let is_forced = (index as usize) < wanted.forced_ids.len();
+            let finish = if wanted.eos_ids.contains(&token) && !is_forced {
                 Some(FinishReason::Stop)
             } else {
                 (index + 1 >= wanted.max_tokens).then_some(FinishReason::Length)

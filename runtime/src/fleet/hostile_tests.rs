@@ -78,6 +78,8 @@ impl Rogue {
         };
         let wanted = GenerateRequest {
             id: format!("{number}"),
+            forced_ids: [].into(),
+            minimum: None,
             prompt_ids: [1, 2, 3].into(),
             max_tokens: 2,
             eos_ids: [].into(),

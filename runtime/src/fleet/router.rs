@@ -166,6 +166,8 @@ mod tests {
     fn request(max_tokens: u32) -> GenerateRequest {
         GenerateRequest {
             id: "request".into(),
+            forced_ids: [].into(),
+            minimum: None,
             prompt_ids: vec![1, 2, 3].into(),
             max_tokens,
             eos_ids: [].into(),

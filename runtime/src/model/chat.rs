@@ -234,6 +234,12 @@ impl ChatTemplate {
         self.tool_style
     }
 
+    /// Whether the template reads a variable of this name that it does not set itself.
+    pub fn reads(&self, name: &str) -> bool {
+        let named = self.environment.templates();
+        named.into_iter().any(|(_, template)| template.undeclared_variables(false).contains(name))
+    }
+
     /// Renders `messages`. With `add_generation_prompt` the text ends where the assistant's answer begins.
     /// `arguments` are further variables (`chat_template_kwargs`: `enable_thinking`, ...). `now_s` is the
     /// time for `strftime_now`: seconds since 1970, shown in UTC.

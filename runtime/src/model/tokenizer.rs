@@ -199,7 +199,11 @@ impl Tokenizer {
     /// # Errors
     /// When the tokenizer's decoder fails.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        self.inner.decode(ids, true).map_err(|e| Error::Tokenizer(e.to_string()))
+        self.decode_with(ids, false)
+    }
+
+    fn decode_with(&self, ids: &[u32], specials: bool) -> Result<String> {
+        self.inner.decode(ids, !specials).map_err(|e| Error::Tokenizer(e.to_string()))
     }
 
     /// The bytes that one token stands for by itself, including special tokens, as `logprobs` shows them.
@@ -255,16 +259,22 @@ impl Tokenizer {
     }
 
     /// The token as the vocabulary spells it, if it stands for text, which means that it is known and not
-    /// special.
-    fn visible_token(&self, id: u32) -> Option<String> {
+    /// special, unless `specials` stand for text too.
+    fn visible_token(&self, id: u32, specials: bool) -> Option<String> {
         let token = self.inner.id_to_token(id)?;
         let special = self.inner.get_added_vocabulary().is_special_token(&token);
-        (!special).then_some(token)
+        (specials || !special).then_some(token)
     }
 
-    /// Starts a new stream of text.
+    /// Starts a new stream of text, without special tokens.
     pub fn stream(&self) -> TokenStream {
-        TokenStream { tokenizer: self.clone(), ids: Vec::new(), read: 0, emitted: String::new() }
+        let tokenizer = self.clone();
+        TokenStream { tokenizer, specials: false, ids: Vec::new(), read: 0, emitted: String::new() }
+    }
+
+    /// Starts a new stream of text in which special tokens show as their names.
+    pub fn stream_with_specials(&self) -> TokenStream {
+        TokenStream { specials: true, ..self.stream() }
     }
 }
 
@@ -274,6 +284,8 @@ impl Tokenizer {
 #[derive(Clone, Debug)]
 pub struct TokenStream {
     tokenizer: Tokenizer,
+    /// Whether special tokens show.
+    specials: bool,
     /// The tokens of `emitted`, then those held back. The former are decoded along with the latter because
     /// sentencepiece decoders drop the space before the first token they are given.
     ids: Vec<u32>,
@@ -290,9 +302,9 @@ impl TokenStream {
     /// # Errors
     /// When the tokenizer's decoder fails.
     pub fn push(&mut self, id: u32) -> Result<String> {
-        let Some(token) = self.tokenizer.visible_token(id) else { return Ok(String::new()) };
+        let Some(token) = self.tokenizer.visible_token(id, self.specials) else { return Ok(String::new()) };
         self.ids.push(id);
-        let text = self.tokenizer.decode(&self.ids)?;
+        let text = self.tokenizer.decode_with(&self.ids, self.specials)?;
         let held = self.ids.len() - self.read;
         let open = text.ends_with(REPLACEMENT) || is_byte(&token);
         if text.len() <= self.emitted.len() || (open && held < HELD_TOKENS_MAX) {
@@ -302,7 +314,7 @@ impl TokenStream {
             return Ok(String::new());
         };
         self.ids.drain(..self.read);
-        self.emitted = self.tokenizer.decode(&self.ids)?;
+        self.emitted = self.tokenizer.decode_with(&self.ids, self.specials)?;
         self.read = self.ids.len();
         Ok(new)
     }
@@ -312,7 +324,7 @@ impl TokenStream {
     /// # Errors
     /// When the tokenizer's decoder fails.
     pub fn finish(self) -> Result<String> {
-        let text = self.tokenizer.decode(&self.ids)?;
+        let text = self.tokenizer.decode_with(&self.ids, self.specials)?;
         let same = |((_, a), b): &((usize, char), char)| a == b;
         let common: usize = text
             .char_indices()

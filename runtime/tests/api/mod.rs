@@ -9,6 +9,8 @@ mod lifecycle;
 mod limits;
 mod origins;
 mod prompts;
+mod responses;
 mod streams;
 mod support;
 mod tenants;
+mod told;

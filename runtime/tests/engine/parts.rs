@@ -95,6 +95,8 @@ pub(super) fn end_of(world: &SeededEnv, mut updates: UpdateReceiver) -> oneshot:
 pub(super) fn greedy(id: String, prompt_ids: Arc<[u32]>, tokens: u32) -> GenerateRequest {
     GenerateRequest {
         id,
+        forced_ids: Arc::new([]),
+        minimum: None,
         prompt_ids,
         max_tokens: tokens,
         eos_ids: Arc::new([]),

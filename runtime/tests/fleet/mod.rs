@@ -541,6 +541,8 @@ pub(crate) fn request(
     let tier = if prompt.len().is_multiple_of(3) { ServiceTier::Flex } else { ServiceTier::Default };
     GenerateRequest {
         id,
+        forced_ids: Arc::new([]),
+        minimum: None,
         prompt_ids: prompt.into(),
         max_tokens,
         eos_ids: Arc::new([]),

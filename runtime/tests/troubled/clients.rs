@@ -225,6 +225,8 @@ fn request(id: String, prompt: &[u32], tokens_max: u32, logprobs: Option<u32>) -
     GenerateRequest {
         party: party(&id),
         id,
+        forced_ids: Arc::new([]),
+        minimum: None,
         prompt_ids: prompt.into(),
         max_tokens: tokens_max,
         eos_ids: Arc::new([]),

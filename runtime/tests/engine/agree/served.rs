@@ -237,6 +237,8 @@ pub(super) fn served(scene: &Scene) -> (FleetConfig, Vec<Step>, SceneCounts) {
             world.sleep(wanted.after).await;
             let request = GenerateRequest {
                 id: at.to_string(),
+                forced_ids: Arc::new([]),
+                minimum: None,
                 prompt_ids: wanted.prompt.into(),
                 max_tokens: wanted.output_tokens,
                 eos_ids: Arc::new([]),
