@@ -213,14 +213,8 @@ pub(crate) fn whole(text: Vec<u8>, names: &ModelNames<'_>) -> Result<WholeAnswer
     Ok(WholeAnswer { body: apply(text, edits), usage, choices, at_limit })
 }
 
-/// Reads a chunk, and returns the client's version of it.
-pub(crate) fn chunk(
-    text: Vec<u8>,
-    names: &ModelNames<'_>,
-    usage_asked: bool,
-    beginning: Option<&Beginning<'_>>,
-) -> Result<EngineChunk, EngineFault> {
-    let envelope = parse(&text, "a chunk of its answer")?;
+/// What a chunk says, without its data, and the number of its choices.
+fn content(envelope: &ChunkEnvelope<'_>) -> Result<(EngineChunk, usize), EngineFault> {
     let raw = |value: Option<&RawValue>| value.map_or_else(String::new, |value| value.get().to_owned());
     let mut read = EngineChunk {
         usage: usage(envelope.usage),
@@ -228,8 +222,8 @@ pub(crate) fn chunk(
         created: raw(envelope.created),
         ..EngineChunk::default()
     };
-    let choices = envelope.choices.unwrap_or_default();
-    for choice in &choices {
+    let choices = envelope.choices.as_deref().unwrap_or_default();
+    for choice in choices {
         let content = choice.delta.as_ref().and_then(|delta| delta.content.as_deref());
         let added = choice.text.as_deref().or(content).unwrap_or_default();
         match choice.index {
@@ -245,10 +239,32 @@ pub(crate) fn chunk(
             read.at_limit = reason == "length";
         }
     }
+    Ok((read, choices.len()))
+}
+
+/// Reads a chunk that passes by unchanged.
+pub(crate) fn passing(text: &[u8]) -> Result<EngineChunk, EngineFault> {
+    content(&parse(text, "a chunk of its answer")?).map(|(read, _)| read)
+}
+
+/// Reads the lengths of a whole answer that passes by unchanged.
+pub(crate) fn passing_usage(text: &[u8]) -> Result<Option<EngineUsage>, EngineFault> {
+    Ok(usage(parse(text, "its answer")?.usage))
+}
+
+/// Reads a chunk, and returns the client's version of it.
+pub(crate) fn chunk(
+    text: Vec<u8>,
+    names: &ModelNames<'_>,
+    usage_asked: bool,
+    beginning: Option<&Beginning<'_>>,
+) -> Result<EngineChunk, EngineFault> {
+    let envelope = parse(&text, "a chunk of its answer")?;
+    let (mut read, choices) = content(&envelope)?;
     let mut edits: Vec<ValueEdit> = model_edit(&text, envelope.model, names)?.into_iter().collect();
     if let Some(Beginning { id, created, tokens }) = beginning {
         // the one that only says whose turn it is went out before
-        if !read.has_token() && !read.ends_choice && !choices.is_empty() {
+        if !read.has_token() && !read.ends_choice && choices > 0 {
             return Ok(read);
         }
         let same = [(envelope.id, *id), (envelope.created, *created)];
@@ -269,7 +285,7 @@ pub(crate) fn chunk(
             read.usage = Some(whole);
         }
     }
-    let tells_lengths_only = choices.is_empty() && envelope.usage.is_some();
+    let tells_lengths_only = choices == 0 && envelope.usage.is_some();
     if usage_asked || !tells_lengths_only {
         read.data = Some(apply(text, edits));
     }

@@ -14,11 +14,11 @@ pub enum EngineKind {
     Vllm,
 }
 
-/// Names of metrics that tell an engine's load.
+/// Names of metrics that tell an engine's load; the first one that is there counts.
 pub(crate) struct LoadNames {
-    pub(crate) running: &'static str,
-    pub(crate) waiting: &'static str,
-    /// Share of KV memory in use, under any of these names.
+    pub(crate) running: &'static [&'static str],
+    pub(crate) waiting: &'static [&'static str],
+    /// Share of KV memory in use.
     pub(crate) kv_usage: &'static [&'static str],
 }
 
@@ -43,15 +43,28 @@ impl EngineKind {
     pub(crate) fn load_names(self) -> LoadNames {
         match self {
             EngineKind::LlamaCpp => LoadNames {
-                running: "llamacpp:requests_processing",
-                waiting: "llamacpp:requests_deferred",
+                running: &["llamacpp:requests_processing"],
+                waiting: &["llamacpp:requests_deferred"],
                 kv_usage: &["llamacpp:kv_cache_usage_ratio"],
             },
-            // both under vLLM's names
+            // the first two under vLLM's names; SGLang and TensorRT-LLM are asked as vLLM is
             EngineKind::Mixfleet | EngineKind::Vllm => LoadNames {
-                running: "vllm:num_requests_running",
-                waiting: "vllm:num_requests_waiting",
-                kv_usage: &["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"],
+                running: &[
+                    "vllm:num_requests_running",
+                    "sglang:num_running_reqs",
+                    "trtllm_num_requests_running",
+                ],
+                waiting: &[
+                    "vllm:num_requests_waiting",
+                    "sglang:num_queue_reqs",
+                    "trtllm_num_requests_waiting",
+                ],
+                kv_usage: &[
+                    "vllm:kv_cache_usage_perc",
+                    "vllm:gpu_cache_usage_perc",
+                    "sglang:token_usage",
+                    "trtllm_kv_cache_utilization",
+                ],
             },
         }
     }
@@ -71,7 +84,9 @@ impl EngineKind {
         match self {
             EngineKind::LlamaCpp => "start llama-server with --metrics",
             EngineKind::Mixfleet => "is it another program?",
-            EngineKind::Vllm => "do not start vLLM with --disable-log-stats",
+            EngineKind::Vllm => {
+                "do not start vLLM with --disable-log-stats; start SGLang with --enable-metrics"
+            }
         }
     }
 }

@@ -6,8 +6,8 @@
 //! (`chunk`). `canary` requests the log-probabilities of a request's first tokens. `hand_off` writes and
 //! reads the fields by which two engines share a request. The content of an engine's cache is followed by its
 //! KV events (`kv_follow`), over a connection of our own (`zmtp`), and `prompt` has the engine tokenise a
-//! request. Engines behind one name have seats (`replicas`). [`EngineKind`] has the differences between the
-//! kinds.
+//! request. `passing` reads answers that another process carries. Engines behind one name have seats
+//! (`replicas`). [`EngineKind`] has the differences between the kinds.
 //!
 //! Absent: placement, retries, knowledge of clients, clocks other than limits on waiting for an engine.
 
@@ -31,6 +31,7 @@ mod kv_follow;
 mod kv_source;
 mod metrics;
 mod object;
+mod passing;
 mod probe;
 mod prompt;
 mod replicas;
@@ -42,4 +43,5 @@ mod zmtp;
 pub use http::{EngineAddress, HttpEngine};
 pub use kind::EngineKind;
 pub use kv_source::{KvEventsAt, KvSource};
+pub use passing::AnswerReader;
 pub use replicas::{NameLookup, system_lookup};

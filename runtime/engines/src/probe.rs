@@ -147,7 +147,10 @@ impl HttpEngine {
         let text = String::from_utf8_lossy(&body);
         let exposition = Exposition::new(if status == StatusCode::OK { &text } else { "" });
         let names = self.kind.load_names();
-        let count = |name| exposition.sum(name).map(|count| to_u32(to_u64(count)));
+        let count = |names: &[&str]| {
+            let told = names.iter().find_map(|name| exposition.sum(name));
+            told.map(|count| to_u32(to_u64(count)))
+        };
         (state.running, state.waiting) = (count(names.running), count(names.waiting));
         state.kv_usage = names.kv_usage.iter().find_map(|name| exposition.largest(name));
         if state.running.is_none() || state.waiting.is_none() {
@@ -163,10 +166,9 @@ impl HttpEngine {
         }
         if self.kind == EngineKind::Vllm {
             const FACTS: &str = "vllm:cache_config_info";
-            let tokens = exposition.label_products(FACTS, &["block_size", "num_gpu_blocks"]);
-            state.kv_tokens = tokens.filter(|tokens| *tokens >= 1.0).map(to_u64);
-            let block = exposition.label(FACTS, "block_size").and_then(|tokens| tokens.parse().ok());
-            state.block_tokens = block.filter(|tokens| *tokens > 0);
+            let memory = kv_memory(&exposition);
+            state.kv_tokens = memory.tokens.filter(|tokens| *tokens >= 1.0).map(to_u64);
+            state.block_tokens = memory.block_tokens.filter(|tokens| *tokens > 0);
             state.kv_dtype = exposition.label(FACTS, "cache_dtype").map(str::to_owned);
             state.hands_off = exposition.sum("vllm:nixl_xfer_time_seconds_count").is_some();
         }
@@ -176,5 +178,51 @@ impl HttpEngine {
                 .push("/metrics tells no KV memory: only the model's context limits requests".into());
         }
         Ok(())
+    }
+}
+
+/// KV memory as metrics tell it.
+struct ToldKvMemory {
+    tokens: Option<f64>,
+    block_tokens: Option<u32>,
+}
+
+/// Reads the KV memory under the names of vLLM, SGLang or TensorRT-LLM.
+fn kv_memory(exposition: &Exposition<'_>) -> ToldKvMemory {
+    for (facts, block, blocks) in [
+        ("vllm:cache_config_info", "block_size", "num_gpu_blocks"),
+        ("sglang:cache_config_info", "page_size", "num_pages"),
+    ] {
+        let tokens = exposition.label_products(facts, &[block, blocks]);
+        let block_tokens = exposition.label(facts, block).and_then(|tokens| tokens.parse().ok());
+        if tokens.is_some() || block_tokens.is_some() {
+            return ToldKvMemory { tokens, block_tokens };
+        }
+    }
+    let block_tokens = exposition.largest("trtllm_kv_cache_tokens_per_block");
+    let blocks = exposition.sum("trtllm_kv_cache_max_blocks");
+    ToldKvMemory {
+        tokens: block_tokens.zip(blocks).map(|(tokens, blocks)| tokens * blocks),
+        block_tokens: block_tokens.map(|tokens| to_u32(to_u64(tokens))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kv_memory_is_read_by_each_name() {
+        let told = |text: &str| {
+            let ToldKvMemory { tokens, block_tokens } = kv_memory(&Exposition::new(text));
+            (tokens, block_tokens)
+        };
+        let vllm = "vllm:cache_config_info{block_size=\"16\",num_gpu_blocks=\"100\"} 1\n";
+        assert_eq!(told(vllm), (Some(1600.0), Some(16)));
+        let sglang = "sglang:cache_config_info{page_size=\"64\",num_pages=\"10\"} 1\n";
+        assert_eq!(told(sglang), (Some(640.0), Some(64)));
+        let trtllm = "trtllm_kv_cache_tokens_per_block 32\ntrtllm_kv_cache_max_blocks 4\n";
+        assert_eq!(told(trtllm), (Some(128.0), Some(32)));
+        assert_eq!(told("other 1\n"), (None, None));
     }
 }
