@@ -2,8 +2,8 @@
 //!
 //! [`api`] parses and tokenises a request, and the [`engine`] has the scheduler place it, runs prefill and
 //! decode on the devices and streams tokens back; the [`gateway`] relays requests to external engines
-//! instead. [`model`] turns a checkpoint into commands. Time, spawning, network and randomness come from
-//! [`mod@env`] alone.
+//! instead, and the [`picker`] only chooses the engine. [`model`] turns a checkpoint into commands. Time,
+//! spawning, network and randomness come from [`mod@env`] alone.
 //!
 //! Absent: choices of placement or batch (those are the scheduler's), backend names (devices and transports
 //! come in as hal traits), clocks or threads that `env` did not provide.
@@ -27,6 +27,7 @@ pub mod kv_exchange;
 pub mod mailbox;
 pub mod metrics;
 pub mod model;
+pub mod picker;
 mod placements;
 pub mod pool;
 pub mod request;

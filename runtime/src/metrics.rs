@@ -11,7 +11,8 @@ mod meter;
 mod vllm;
 
 pub use engines::{
-    CanaryLabels, CanaryQuarantineLabels, EngineFaultLabels, HandOffFailureLabels, HandOffLabels,
+    CanaryLabels, CanaryQuarantineLabels, EngineFaultLabels, HandOffFailureLabels, HandOffLabels, PickLabels,
+    ServedLabels,
 };
 pub use exchange::ExchangeLabels;
 pub(crate) use meter::Noted;
@@ -240,6 +241,13 @@ pub struct Metrics {
     /// `mixfleet_engine_faults_total{device,kind}`: requests that an external engine did not answer, by kind
     /// of fault, by the gateway.
     pub engine_faults: Family<EngineFaultLabels, Counter>,
+    /// `mixfleet_picks_total{outcome}`: requests of proxies that were placed, or why not, by the picker.
+    pub picks: Family<PickLabels, Counter>,
+    /// `mixfleet_pick_seconds`: a proxied request complete to its destination known, by the picker.
+    pub pick_s: Histogram,
+    /// `mixfleet_picks_served_total{device,choice}`: answers of proxied requests by who really gave them, by
+    /// the picker.
+    pub picks_served: Family<ServedLabels, Counter>,
     /// `mixfleet_requests_quarantined_total`: requests that were refused because engines or instances had
     /// ended with them.
     pub requests_quarantined: Counter,
@@ -378,6 +386,8 @@ const LENGTH_TOKENS: [f64; 18] = [
 const PREDICTION_RATIOS: [f64; 15] =
     [0.06, 0.125, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0, 64.0];
 
+/// Histogram bounds for the seconds of a pick.
+const PICK_S: [f64; 13] = [5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.3, 3.0];
 /// Histogram bounds for the dollars of a request.
 const REQUEST_USD: [f64; 16] =
     [1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0];
@@ -440,6 +450,9 @@ impl Metrics {
                 Unit::Seconds,
                 "Time that the prompts of these requests took",
             ),
+            picks: plain(to, "picks", "Requests of proxies that were placed, or why not"),
+            pick_s: seconds(to, "pick", "Request of a proxy complete to destination known", &PICK_S),
+            picks_served: plain(to, "picks_served", "Answers by who really gave them"),
             requests_quarantined: plain(
                 to,
                 "requests_quarantined",

@@ -106,7 +106,7 @@ impl Placements {
     }
 
     /// The explanation of an engine request, or of a response's first choice, if `shown` allows its owner.
-    pub(crate) fn explain(&self, id: &str, shown: impl Fn(Option<&str>) -> bool) -> Option<Value> {
+    pub fn explain(&self, id: &str, shown: impl Fn(Option<&str>) -> bool) -> Option<Value> {
         let kept = self.lock();
         let find = |id: &str| kept.get(id).filter(|known| shown(known.owner.as_deref()));
         find(id).or_else(|| find(&format!("{id}-0")))?.explanation.clone()

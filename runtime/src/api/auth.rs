@@ -55,7 +55,7 @@ impl Drop for Seat {
 
 impl Tenant {
     /// The tenant of all requests where there is no list of tenants.
-    fn anyone(account: Arc<Account>) -> Self {
+    pub(crate) fn anyone(account: Arc<Account>) -> Self {
         Tenant {
             name: String::new(),
             salt: None,

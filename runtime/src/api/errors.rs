@@ -192,7 +192,6 @@ impl ApiError {
     }
 
     /// Seconds after which a retry makes sense, if it does.
-    #[cfg(test)]
     pub(crate) fn retry_after_s(&self) -> Option<u64> {
         self.retry_after_s
     }

@@ -64,7 +64,7 @@ use std::time::Duration;
 
 pub use auth::Access;
 pub use keys::KeysFile;
-pub use observe::{observe, observe_api};
+pub use observe::{observe, observe_api, observe_placements};
 pub use origins::Origins;
 pub use server::{Shutdown, serve};
 pub use text::{Marked, TextDecoder, TextModel};
@@ -79,8 +79,11 @@ use crate::kv_exchange::KvExchange;
 use crate::metrics::Metrics;
 use crate::request::{EngineHandle, Sampling};
 use crate::trace::{self, RequestTrace};
-use auth::Tenant;
-use errors::ApiError;
+pub(crate) use auth::Tenant;
+pub(crate) use errors::ApiError;
+pub(crate) use relay::outline;
+pub(crate) use shapes::Endpoint;
+pub(crate) use tally::Tally;
 use work::WorkPool;
 
 /// Seconds that clients are told to wait while the model loads or the process ends.

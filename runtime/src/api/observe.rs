@@ -1,7 +1,7 @@
 //! Monitoring routes of a process: whether it is alive, whether it can serve, and its metrics.
 
 use axum::Router;
-use axum::extract::State;
+use axum::extract::{Path, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use tokio::sync::watch;
 
 use super::server::{ServedRoutes, Shutdown, serve_routes};
-use super::{Api, Limits, Origins};
+use super::{Api, ApiError, Limits, Origins, Placements};
 use crate::budget::Connections;
 use crate::env::{Listener, SharedEnv};
 use crate::metrics::{self, Metrics};
@@ -30,12 +30,41 @@ pub async fn observe(
     ready: watch::Receiver<bool>,
     origins: Origins,
 ) {
+    serve_until_exit(listener, env, routes(metrics.clone(), ready), origins, &metrics).await;
+}
+
+/// Answers the same routes and `/debug/placement` of a process that places requests and carries none.
+pub async fn observe_placements(
+    listener: Box<dyn Listener>,
+    env: SharedEnv,
+    metrics: Metrics,
+    ready: watch::Receiver<bool>,
+    origins: Origins,
+    placements: Arc<Placements>,
+) {
+    let recent = async |State(placements): State<Arc<Placements>>| {
+        document(StatusCode::OK, &json!({ "placements": placements.recent(|_| true) }))
+    };
+    let one = async |State(placements): State<Arc<Placements>>, Path(id): Path<String>| match placements
+        .explain(&id, |_| true)
+    {
+        Some(explanation) => document(StatusCode::OK, &explanation),
+        None => ApiError::not_found("no such placement is kept").into_response(),
+    };
     let routes = Router::new()
+        .route("/debug/placement", get(recent))
+        .route("/debug/placement/{id}", get(one))
+        .with_state(placements)
+        .merge(routes(metrics.clone(), ready));
+    serve_until_exit(listener, env, routes, origins, &metrics).await;
+}
+
+fn routes(metrics: Metrics, ready: watch::Receiver<bool>) -> Router {
+    Router::new()
         .route("/live", get(live))
         .route("/health", get(health))
         .route("/metrics", get(all))
-        .with_state(Watched { metrics: metrics.clone(), ready });
-    serve_until_exit(listener, env, routes, origins, &metrics).await;
+        .with_state(Watched { metrics, ready })
 }
 
 /// Answers the same routes for a process whose API has another address, from that API's state.

@@ -32,15 +32,15 @@ use mixfleet_hal::units::Seconds;
 const OPENAI_LENGTHS: [&str; 2] = ["max_completion_tokens", "max_tokens"];
 
 /// What is read of a body.
-struct Outline {
-    stream: bool,
-    choices: u32,
-    max_tokens: Option<u32>,
+pub(crate) struct Outline {
+    pub(crate) stream: bool,
+    pub(crate) choices: u32,
+    pub(crate) max_tokens: Option<u32>,
     /// The longest answer that the body asks for under any name, with that name.
     longest: Option<NamedLength>,
-    prompt_bytes: usize,
-    prompt_ids: Option<u32>,
-    hints: ParsedHints,
+    pub(crate) prompt_bytes: usize,
+    pub(crate) prompt_ids: Option<u32>,
+    pub(crate) hints: ParsedHints,
 }
 
 /// Refuses a tenant what engines tell with their answers.
@@ -67,7 +67,7 @@ pub(super) async fn answer(
     check_shown(seat.tenant())?;
     let (text, held) = body::read_json(api, party.clone(), headers, body).await?;
     let (read, name) = (text.clone(), gateway.name().to_owned());
-    let outlined = move |_: Stopped<'_>| outline(&read, endpoint, &name);
+    let outlined = move |_: Stopped<'_>| outline(&read, endpoint, Some(&name));
     let (outline, (seat, held)) = api.readers.run(held.bytes(), party, (seat, held), outlined).await?;
     let (outline, tenant) = (outline?, seat.tenant());
     check_limits(api, &outline, tenant)?;
@@ -149,12 +149,13 @@ fn json_response(status: StatusCode, document: Vec<u8>) -> Response {
     (status, [(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))], document).into_response()
 }
 
-/// Reads of a body what placement needs.
-fn outline(body: &[u8], endpoint: Endpoint, name: &str) -> Result<Outline, ApiError> {
+/// Reads of a body what placement needs. It asks for the model of this name, if there is only one.
+pub(crate) fn outline(body: &[u8], endpoint: Endpoint, name: Option<&str>) -> Result<Outline, ApiError> {
     let mut fields = Fields::parse(body)?;
     let model = fields.string("model")?;
     let missing = || ApiError::field("model", "missing_parameter", "'model' is missing");
-    check_name(&model.ok_or_else(missing)?, name)?;
+    let model = model.ok_or_else(missing)?;
+    name.map_or(Ok(()), |name| check_name(&model, name))?;
     let field = match endpoint {
         Endpoint::Chat | Endpoint::Responses => "messages",
         Endpoint::Completions => "prompt",
@@ -316,7 +317,7 @@ mod tests {
     use super::*;
 
     fn outlined(body: &str) -> Result<Outline, ApiError> {
-        outline(body.as_bytes(), Endpoint::Completions, "m")
+        outline(body.as_bytes(), Endpoint::Completions, Some("m"))
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::env::{Env, SeededEnv};
 use crate::events::Replay;
 use mixfleet_hal::outside::{
     CanaryTerms, DrawnToken, EngineAnswer, EngineCall, EngineFuture, EngineHandOff, EngineKvFeed,
-    EngineShare, RankedToken, WholeAnswer,
+    EngineShare, EngineState, RankedToken, WholeAnswer,
 };
 use mixfleet_hal::random::{Stream, mix};
 use mixfleet_scheduler::canary::CanaryPhase;

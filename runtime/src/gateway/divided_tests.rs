@@ -3,7 +3,7 @@
 use super::tests::{Habit, Scripted, ShareHabit, asked, gateway_with, seeded, streamed, told, wanted};
 use super::*;
 use crate::env::{Env, SeededEnv};
-use mixfleet_hal::outside::EngineShare;
+use mixfleet_hal::outside::{EngineShare, EngineState};
 
 /// Engines with these roles, which answer with two tokens.
 async fn roles(env: &Arc<SeededEnv>, roles: &[Role]) -> (Arc<Gateway>, Vec<Arc<Scripted>>) {

@@ -3,7 +3,8 @@
 use super::breaker::Breaker;
 use super::cached::KV_DTYPE;
 use super::calibrate::calibrate;
-use super::{BLOCK_TOKENS, CONTEXT, Gateway, OTHERS_MAX, SEQUENCES};
+use super::{BLOCK_TOKENS, CONTEXT, EngineSpec, Gateway, OTHERS_MAX, SEQUENCES};
+use crate::env::SharedEnv;
 use crate::metrics::DeviceLabels;
 use mixfleet_hal::cast::{to_i64, to_u32};
 use mixfleet_hal::outside::{EngineFault, EngineFaultKind, EngineState};
@@ -15,8 +16,39 @@ use std::time::Duration;
 /// Interval between probes of an engine that is up, and of one that is not.
 const PROBE_EVERY: Duration = Duration::from_secs(2);
 const PROBE_AGAIN: Duration = Duration::from_secs(1);
+/// Interval between two looks for a first engine.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Prompt tokens of a step, as engines have them by default.
 const STEP_TOKENS: u32 = 2048;
+
+/// The model's name for clients, once an engine answers.
+pub(super) async fn first_name(env: &SharedEnv, given: Option<String>, specs: &[EngineSpec]) -> String {
+    let mut said = vec![String::new(); specs.len()];
+    loop {
+        let probes = specs.iter().map(|spec| spec.engine.probe());
+        for (at, probe) in futures_util::future::join_all(probes).await.into_iter().enumerate() {
+            let listed = match probe {
+                Ok(EngineState { models, .. }) => models.into_iter().next().map(|model| model.name),
+                Err(fault) => {
+                    let words = fault.to_string();
+                    if said[at] != words && fault.kind != EngineFaultKind::Vacant {
+                        tracing::warn!(
+                            engine = specs[at].engine.name(),
+                            fault = words,
+                            "an engine does not answer yet"
+                        );
+                        said[at] = words;
+                    }
+                    continue;
+                }
+            };
+            if let Some(name) = given.clone().or_else(|| specs[at].model.clone()).or(listed) {
+                return name;
+            }
+        }
+        env.sleep(LOOK_EVERY).await;
+    }
+}
 
 /// Probes an engine until the gateway is gone.
 pub(super) async fn keep(gateway: Weak<Gateway>, at: usize) {

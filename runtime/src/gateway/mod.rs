@@ -24,6 +24,9 @@ mod divided_tests;
 mod keep;
 mod meaning;
 mod pass;
+mod pick;
+#[cfg(test)]
+mod pick_tests;
 mod relay;
 mod speed;
 #[cfg(test)]
@@ -35,6 +38,7 @@ mod suspects_tests;
 mod tests;
 
 pub(crate) use pass::pass;
+pub(crate) use pick::{PickedPassage, pick};
 pub(crate) use relay::{Passage, RelayError, RelayOpening, relay};
 
 use crate::engine::EngineConfig;
@@ -47,9 +51,7 @@ use crate::request::Hints;
 use breaker::Breaker;
 use canary::CanarySubject;
 use mixfleet_hal::cast::{to_i64, to_u32, to_u64};
-use mixfleet_hal::outside::{
-    EngineEndpoint, EngineFault, EngineFaultKind, EngineState, EngineUsage, OutsideEngine,
-};
+use mixfleet_hal::outside::{EngineEndpoint, EngineFault, EngineFaultKind, EngineUsage, OutsideEngine};
 use mixfleet_hal::units::{Seconds, UsdPerHour};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::canary::{CanaryConfig, CanaryPair, CanaryWatch};
@@ -87,8 +89,6 @@ const OTHERS_FROM: RequestId = 1 << 63;
 /// Time that a request waits for a suspended engine, and between two attempts to place it.
 const PATIENCE: Seconds = Seconds(3.0);
 const RETRY_WAIT: Duration = Duration::from_millis(20);
-/// Interval between two looks for a first engine.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// An engine and the operator's options for it.
 pub struct EngineSpec {
@@ -236,8 +236,17 @@ struct Asked<'a> {
     due: Option<Seconds>,
     /// Engines that do not get it.
     avoided: &'a [usize],
+    /// Of them, those that were not offered.
+    left_out: &'a [usize],
     /// Why no two engines share it, if so.
     undivided: Option<&'static str>,
+}
+
+impl<'a> Asked<'a> {
+    /// A request that is placed for the first time, on any engine.
+    fn first(request: RequestId, wanted: &'a RelayRequest) -> Self {
+        Asked { request, wanted, generated: 0, due: None, avoided: &[], left_out: &[], undivided: None }
+    }
 }
 
 /// Engines with which a request is placed otherwise than by their state.
@@ -263,15 +272,19 @@ struct EnginePlace {
     tbt: Seconds,
     /// Prompt tokens that were taken to be cached where it is computed.
     cached: u32,
+    /// Predicted wait of the prompt for others and for room.
+    waits: Seconds,
     /// The two engines that share it, and those that would if their KV were proven.
     pairs: Vec<CanaryPair>,
+    /// The other engines that could take all of it, best first.
+    runners_up: Vec<usize>,
 }
 
 impl GatewayParts {
     /// Waits for the first engine that answers, and starts.
     pub async fn start(self, specs: Vec<EngineSpec>) -> Arc<Gateway> {
         let GatewayParts { env, name, limits, events, placements, metrics, canaries } = self;
-        let name = first_name(&env, name, &specs).await;
+        let name = keep::first_name(&env, name, &specs).await;
         let kv_bytes_per_token = specs.iter().filter_map(|spec| spec.kv_bytes_per_token).max();
         let fleet = FleetConfig {
             drop_at_decode: false,
@@ -320,35 +333,6 @@ impl GatewayParts {
     }
 }
 
-/// The model's name for clients, once an engine answers.
-async fn first_name(env: &SharedEnv, given: Option<String>, specs: &[EngineSpec]) -> String {
-    let mut said = vec![String::new(); specs.len()];
-    loop {
-        let probes = specs.iter().map(|spec| spec.engine.probe());
-        for (at, probe) in futures_util::future::join_all(probes).await.into_iter().enumerate() {
-            let listed = match probe {
-                Ok(EngineState { models, .. }) => models.into_iter().next().map(|model| model.name),
-                Err(fault) => {
-                    let words = fault.to_string();
-                    if said[at] != words && fault.kind != EngineFaultKind::Vacant {
-                        tracing::warn!(
-                            engine = specs[at].engine.name(),
-                            fault = words,
-                            "an engine does not answer yet"
-                        );
-                        said[at] = words;
-                    }
-                    continue;
-                }
-            };
-            if let Some(name) = given.clone().or_else(|| specs[at].model.clone()).or(listed) {
-                return name;
-            }
-        }
-        env.sleep(LOOK_EVERY).await;
-    }
-}
-
 impl Gateway {
     /// The model's name for clients.
     pub(crate) fn name(&self) -> &str {
@@ -385,7 +369,7 @@ impl Gateway {
 
     /// Places a request on an engine, or on two, excluding the avoided ones.
     fn place(&self, asked: &Asked<'_>) -> Result<EnginePlace, Rejected> {
-        let &Asked { request, wanted, generated, due, avoided, mut undivided } = asked;
+        let &Asked { request, wanted, generated, due, avoided, left_out, mut undivided } = asked;
         let now = self.env.now();
         let mut state = self.lock();
         let (prompt_tokens, max_tokens) = state.lengths(wanted);
@@ -416,14 +400,20 @@ impl Gateway {
                 transfer: time(|terms| terms.transfer_s),
                 tbt: time(|terms| terms.tbt_s),
                 cached: terms.map_or(0, |terms| terms.cached_tokens),
+                waits: time(|terms| terms.queue_s + terms.kv_wait_s),
                 pairs,
+                runners_up: pick::runners_up(&explanation),
             }
         });
         drop(state);
-        let failed: Vec<&str> = avoided.iter().map(|&at| self.engine(at).name()).collect();
+        let names = |engines: &mut dyn Iterator<Item = &usize>| -> Vec<&str> {
+            engines.map(|&at| self.engine(at).name()).collect()
+        };
+        let failed = names(&mut avoided.iter().filter(|at| !left_out.contains(at)));
         let fields = [
             ("resting", self.resting_engines().into()),
             ("failed", failed.into()),
+            ("left_out", names(&mut left_out.iter()).into()),
             ("undivided", undivided.into()),
             ("canary", told_pairs.into()),
         ];

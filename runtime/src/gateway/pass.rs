@@ -52,7 +52,7 @@ pub(crate) async fn pass(
         // what an engine answered keeps its place while another one is tried
         let request = gateway.next_request();
         let undivided = Some("it passes unread");
-        let asked = Asked { request, wanted, generated: 0, due: None, avoided: &avoided, undivided };
+        let asked = Asked { avoided: &avoided, undivided, ..Asked::first(request, wanted) };
         let placed = gateway.place_apart(&asked).await;
         let place = match (placed, last) {
             (Ok(place), _) => place,

@@ -66,7 +66,7 @@ pub(crate) struct Passage {
     pub(super) doubted: Vec<usize>,
     /// Engines that are at fault if another one answers the request, and their failures.
     suspects: Vec<(usize, EngineFault)>,
-    due: Seconds,
+    pub(super) due: Seconds,
     /// Predicted times: until the prompt is computed, or, once it is elsewhere, until its KV has landed; of
     /// that way of its KV; of a further token.
     pub(super) ttft: Seconds,
@@ -100,36 +100,8 @@ pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Resul
     let came = gateway.env.now();
     let wanted = gateway.read_prompt(wanted).await;
     let request = gateway.next_request();
-    let asked = Asked { request, wanted: &wanted, generated: 0, due: None, avoided: &[], undivided: None };
-    let place = gateway.place_apart(&asked).await.map_err(NoPlace::error)?;
-    let mut passage = Box::new(Passage {
-        gateway: gateway.clone(),
-        request,
-        wanted,
-        at: None,
-        prompt_at: None,
-        taken: None,
-        is_divided: false,
-        undivided: None,
-        avoided: Vec::new(),
-        doubted: Vec::new(),
-        suspects: Vec::new(),
-        due: place.due,
-        ttft: Seconds::ZERO,
-        transfer: Seconds::ZERO,
-        tbt: Seconds::ZERO,
-        cached: 0,
-        stream: None,
-        begun: None,
-        adds_other: false,
-        ended: 0,
-        chunks: 0,
-        usage: None,
-        times: Times::default(),
-        usd: None,
-        idle_since: came,
-        canary_pairs: Vec::new(),
-    });
+    let place = gateway.place_apart(&Asked::first(request, &wanted)).await.map_err(NoPlace::error)?;
+    let mut passage = Box::new(Passage::new(gateway.clone(), request, wanted, came, place.due));
     passage.take_place(&place);
     loop {
         match passage.ask().await {
@@ -161,6 +133,44 @@ pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Resul
 }
 
 impl Passage {
+    /// A request without a place, which has none since it came.
+    pub(super) fn new(
+        gateway: Arc<Gateway>,
+        request: RequestId,
+        wanted: RelayRequest,
+        idle_since: Seconds,
+        due: Seconds,
+    ) -> Self {
+        Passage {
+            gateway,
+            request,
+            wanted,
+            at: None,
+            prompt_at: None,
+            taken: None,
+            is_divided: false,
+            undivided: None,
+            avoided: Vec::new(),
+            doubted: Vec::new(),
+            suspects: Vec::new(),
+            due,
+            ttft: Seconds::ZERO,
+            transfer: Seconds::ZERO,
+            tbt: Seconds::ZERO,
+            cached: 0,
+            stream: None,
+            begun: None,
+            adds_other: false,
+            ended: 0,
+            chunks: 0,
+            usage: None,
+            times: Times::default(),
+            usd: None,
+            idle_since,
+            canary_pairs: Vec::new(),
+        }
+    }
+
     /// The next chunk that the client gets, or `None` behind the last one of a complete answer.
     ///
     /// # Errors
@@ -354,14 +364,18 @@ impl Passage {
     }
 
     async fn placed_again(&mut self) -> Result<EnginePlace, NoPlace> {
-        let Passage { request, wanted, undivided, .. } = self;
-        let (request, undivided, due) = (*request, *undivided, Some(self.due));
-        let asked = Asked { request, wanted, generated: self.chunks, due, avoided: &self.avoided, undivided };
+        let asked = Asked {
+            generated: self.chunks,
+            due: Some(self.due),
+            avoided: &self.avoided,
+            undivided: self.undivided,
+            ..Asked::first(self.request, &self.wanted)
+        };
         self.gateway.place_apart(&asked).await
     }
 
     /// Takes it from the engine that failed it.
-    fn failed(&mut self, fault: &EngineFault) {
+    pub(super) fn failed(&mut self, fault: &EngineFault) {
         // while it computes the prompt, only that engine has the request
         if let Some(at) = self.prompt_at.or(self.at) {
             self.gateway.fault(at, &self.wanted.id, fault);
@@ -397,7 +411,7 @@ impl Passage {
     }
 
     /// An engine answers: it is healthy, and those that failed before it are not.
-    fn clear(&mut self) {
+    pub(super) fn clear(&mut self) {
         self.took_over();
         if !self.times.came {
             self.survives();
@@ -411,7 +425,7 @@ impl Passage {
         }
     }
 
-    fn take_place(&mut self, place: &EnginePlace) {
+    pub(super) fn take_place(&mut self, place: &EnginePlace) {
         (self.at, self.prompt_at, self.is_divided) = (Some(place.at), place.prompt_at, false);
         (self.ttft, self.transfer, self.tbt) = (place.ttft, place.transfer, place.tbt);
         self.cached = place.cached;
@@ -426,7 +440,7 @@ impl Passage {
     }
 
     /// Reports that the prompt is done, once for each placement.
-    fn first_token(&mut self, at: usize) {
+    pub(super) fn first_token(&mut self, at: usize) {
         let now = self.gateway.env.now();
         if self.times.first.replace(now).is_some() {
             return;
@@ -445,7 +459,7 @@ impl Passage {
         self.measure_prompt(at);
     }
 
-    fn account(&mut self, chunk: &EngineChunk) {
+    pub(super) fn account(&mut self, chunk: &EngineChunk) {
         self.usage = chunk.usage.or(self.usage);
         self.adds_other |= chunk.adds_other;
         self.ended += u32::from(chunk.ends_choice);
@@ -476,7 +490,7 @@ impl Passage {
     }
 
     /// Reports that the answer is complete, and what it took.
-    fn finish(&mut self) {
+    pub(super) fn finish(&mut self) {
         let Some(at) = self.at else { return };
         if let Some(usage) = self.usage {
             self.measure_all(at, &usage);

@@ -4,7 +4,7 @@ use super::*;
 use crate::env::{Env, SeededEnv};
 use mixfleet_hal::outside::{
     EngineAnswer, EngineBlock, EngineCall, EngineChunk, EngineFuture, EngineHandOff, EngineKvChange,
-    EngineKvFeed, EngineModel, EngineShare, EngineStream, WholeAnswer,
+    EngineKvFeed, EngineModel, EngineShare, EngineState, EngineStream, WholeAnswer,
 };
 use mixfleet_scheduler::cost::{Coefficients, DecodeCoefficients, PrefillCoefficients};
 use std::collections::VecDeque;

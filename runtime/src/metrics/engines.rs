@@ -14,6 +14,22 @@ pub struct EngineFaultLabels {
     pub kind: &'static str,
 }
 
+/// Label of [`Metrics::picks`].
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct PickLabels {
+    /// `placed`, `overloaded` (429), `unavailable` (503), `shed` (429, of a negative priority) or `refused`.
+    pub outcome: &'static str,
+}
+
+/// Labels of [`Metrics::picks_served`].
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ServedLabels {
+    /// The engine that answered.
+    pub device: String,
+    /// `first` for the one that was placed on, `fallback` for another one.
+    pub choice: &'static str,
+}
+
 /// Labels of [`Metrics::hand_offs`].
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct HandOffLabels {
