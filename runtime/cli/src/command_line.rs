@@ -103,6 +103,10 @@ pub(crate) enum CliCommand {
     Plan(PlanArgs),
     /// Serve a model over the OpenAI HTTP API
     Serve(Box<ServeArgs>),
+    /// Pick endpoints for an Envoy or a Kubernetes inference gateway in front of model servers
+    #[cfg(feature = "epp")]
+    #[command(after_help = guide("how-to/behind-a-gateway.md"))]
+    Epp(Box<crate::epp::EppArgs>),
     /// Run a router of a fleet, which serves clients and places their requests on workers
     #[cfg(feature = "fleet")]
     #[command(after_help = guide("how-to/run-a-fleet.md"))]
@@ -145,6 +149,8 @@ impl CliCommand {
     pub(crate) fn serves(&self) -> bool {
         match self {
             CliCommand::Serve(_) => true,
+            #[cfg(feature = "epp")]
+            CliCommand::Epp(_) => true,
             #[cfg(feature = "fleet")]
             CliCommand::Router(_) | CliCommand::Worker(_) | CliCommand::Member(_) => true,
             _ => false,
@@ -167,6 +173,9 @@ mod tests {
             "serve", "generate", "profile", "compare", "parts", "models", "explain", "plan", "simulate",
             "chat", "bench",
         ];
+        if cfg!(feature = "epp") {
+            names.push("epp");
+        }
         if cfg!(feature = "fleet") {
             names.extend(["router", "worker", "fleet", "member"]);
         }

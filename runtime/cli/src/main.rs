@@ -22,6 +22,8 @@ mod compare;
 mod connections;
 mod devices;
 mod digest;
+#[cfg(feature = "epp")]
+mod epp;
 mod explain;
 mod failure;
 mod fit;
@@ -126,6 +128,8 @@ fn run(cli: Cli, settings: &settings::ServeSettings) -> anyhow::Result<()> {
         CliCommand::Simulate(args) => simulate::run(&args),
         CliCommand::Plan(args) => plan::run(&args),
         CliCommand::Serve(args) => serve::run(*args, settings),
+        #[cfg(feature = "epp")]
+        CliCommand::Epp(args) => epp::run(*args),
         #[cfg(feature = "fleet")]
         CliCommand::Router(args) => fleet::router(args),
         #[cfg(feature = "fleet")]

@@ -298,7 +298,7 @@ pub(crate) fn chosen(args: &InstanceArgs) -> ServingDevices {
 }
 
 /// What trials of devices that are predicted to be slow may cost of the time of requests.
-const TRIAL_SHARE: f64 = 0.01;
+pub(crate) const TRIAL_SHARE: f64 = 0.01;
 
 /// The limits that the flags set.
 pub(crate) fn engine_config(args: &FrontArgs) -> Result<EngineConfig> {

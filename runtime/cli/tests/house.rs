@@ -143,6 +143,21 @@ const ROOMS: &[Room] = &[
     Room { name: "mixfleet-hwtests", directory: "hwtests", rooms: &[HAL, REPORT], outside: None },
     Room { name: "mixfleet-runtime", directory: "runtime", rooms: &[HAL, SCHEDULER], outside: None },
     Room {
+        name: "mixfleet-epp",
+        directory: "runtime/epp",
+        rooms: &[HAL, "mixfleet-engines", "mixfleet-runtime"],
+        outside: Some(&[
+            "envoy-types",
+            "futures-util",
+            "serde",
+            "serde-saphyr",
+            "tokio",
+            "tonic",
+            "tonic-health",
+            "tracing",
+        ]),
+    },
+    Room {
         name: "mixfleet-fuzz",
         directory: "runtime/fuzz",
         rooms: &[
@@ -167,6 +182,7 @@ const ROOMS: &[Room] = &[
             "mixfleet-cuda",
             "mixfleet-discover",
             "mixfleet-engines",
+            "mixfleet-epp",
             "mixfleet-opencl",
             "mixfleet-plugin",
             "mixfleet-remote",

@@ -1,0 +1,26 @@
+//! The endpoint picker of Envoy and of Kubernetes inference gateways: Endpoint Picker Protocol 1.0.0 over
+//! Envoy's external processing.
+//!
+//! A proxy streams each request and its answer through [`EndpointPicker`] and gets all bytes back unchanged.
+//! `message` reads and builds the protocol's messages, `exchange` is one request with its answer, `pool`
+//! reads the file that lists the endpoints, and [`follow_pool`] has the endpoints of a changed file take over.
+//! Placement, predictions, corrections and explanations are those of the runtime's picker, whose engines the
+//! endpoints are.
+//!
+//! Absent: decisions of placement, changes of bodies, Kubernetes' API.
+
+#![cfg_attr(
+    not(test),
+    warn(clippy::cast_possible_truncation, clippy::cast_possible_wrap, clippy::cast_sign_loss)
+)]
+#![forbid(unsafe_code)]
+
+mod exchange;
+mod follow;
+mod message;
+mod pool;
+mod service;
+
+pub use follow::{OpenPool, OpenedPool, follow_pool};
+pub use pool::{EndpointPool, PoolEndpoint};
+pub use service::{EndpointPicker, PickerListeners, PickerSettings, serve};
