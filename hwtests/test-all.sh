@@ -92,6 +92,8 @@ step "pages in a browser"
 MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/pages.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "external engines"
 MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/engines.sh llamacpp 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
+step "endpoint picker behind Envoy"
+MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/epp.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "chat templates beside transformers"
 MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/templates.sh --tenth 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "attacks"

@@ -1,0 +1,109 @@
+"""A picker, `mixfleet epp`, and the servers of its pool."""
+
+import http.client
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "engines"))
+from common import WAIT_S, call, free_port  # noqa: E402
+
+
+class Server:
+    """A model server that is none; see fake.py."""
+
+    def __init__(self, **settings):
+        self.address = f"127.0.0.1:{free_port()}"
+        port = self.address.split(":")[1]
+        self.command = [sys.executable, "-B", str(HERE / "fake.py"), port]
+        self.command += [f"{name}={value}" for name, value in settings.items()]
+        self.start()
+
+    def start(self):
+        self.process = subprocess.Popen(self.command)
+        until = time.monotonic() + WAIT_S
+        while time.monotonic() < until:
+            try:
+                if call(self.address, "GET", "/health")[0] == 200:
+                    return
+            except OSError:
+                time.sleep(0.02)
+        sys.exit("a server does not start")
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+
+class Picker:
+    def __init__(self, program, servers, words=(), labels=None, objectives=None):
+        self.file = tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False)
+        self.file.close()
+        self.write(servers, labels or [{} for _ in servers], objectives or {})
+        self.listen, self.health, self.metrics = (f"127.0.0.1:{free_port()}" for _ in range(3))
+        command = [program, "epp", "--pool", self.file.name, "--listen", self.listen]
+        command += ["--health", self.health, "--metrics", self.metrics, *words]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.log = []
+        threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True).start()
+
+    def write(self, servers, labels, objectives):
+        """JSON is YAML; the file is replaced as a whole, as llm-d's guide says."""
+        def entry(number, server):
+            host, port = server.address.rsplit(":", 1)
+            return {"name": f"server-{number}", "address": host, "port": port, "labels": labels[number]}
+        endpoints = [entry(number, server) for number, server in enumerate(servers)]
+        whole = pathlib.Path(self.file.name + ".new")
+        whole.write_text(json.dumps({"endpoints": endpoints, "objectives": objectives}))
+        whole.replace(self.file.name)
+
+    def wait_for(self, text, many=1):
+        until = time.monotonic() + WAIT_S
+        while sum(text in line for line in self.log) < many:
+            if time.monotonic() > until or self.process.poll() is not None:
+                sys.exit(f"the picker does not say {text!r}:\n" + "".join(self.log[-40:]))
+            time.sleep(0.02)
+
+    def metric(self, name):
+        text = call(self.metrics, "GET", "/metrics")[2]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
+
+    def placement(self, request):
+        """Where a request was placed, by the explanation, and the explanation."""
+        status, _, text = call(self.metrics, "GET", f"/debug/placement/{request}")
+        explanation = json.loads(text)
+        if status != 200:
+            return None, explanation
+        chosen = next(one for one in explanation["candidates"] if one["outcome"]["outcome"] == "chosen")
+        return chosen["decode_device"].removeprefix("vllm:").removeprefix("llamacpp:"), explanation
+
+    def stop(self):
+        self.process.kill()
+        self.process.wait()
+        pathlib.Path(self.file.name).unlink(missing_ok=True)
+
+
+class Answered:
+    """An answer, with when its first byte came and the pieces in which it did."""
+
+    def __init__(self, address, path, body, headers=None):
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        began = time.perf_counter()
+        connection = http.client.HTTPConnection(address, timeout=WAIT_S)
+        method = "POST" if raw else "GET"
+        connection.request(method, path, raw or None, {"content-type": "application/json", **(headers or {})})
+        response = connection.getresponse()
+        self.status, self.headers = response.status, {name.lower(): value for name, value in response.getheaders()}
+        first = response.read1(1)
+        self.first_s = time.perf_counter() - began
+        self.body = first + response.read()
+        self.whole_s = time.perf_counter() - began
+        connection.close()
+
+
+__all__ = ["WAIT_S", "Answered", "Picker", "Server", "call", "free_port"]
