@@ -62,10 +62,10 @@ impl MappedFile {
     fn damage(&self) -> Option<String> {
         #[cfg(target_os = "linux")]
         if self.watch.as_ref().is_some_and(MappedFileWatch::has_lost) {
-            return Some("lost bytes that were in use: it was cut short, or its disk failed".into());
+            return Some("lost bytes in use: it was truncated, or its disk failed".into());
         }
         match self.file.metadata() {
-            Err(error) => Some(format!("cannot be looked at any more: {error}")),
+            Err(error) => Some(format!("cannot be accessed any more: {error}")),
             Ok(now) if now.len() != self.first.len() => {
                 Some(format!("has {} bytes now, and had {} when it was loaded", now.len(), self.first.len()))
             }
@@ -267,7 +267,7 @@ mod tests {
         assert!(memory.as_bytes()[5000..].iter().all(|byte| *byte == 0));
         let error = memory.check().unwrap_err();
         assert_eq!(error.kind, ErrorKind::DeviceLost);
-        assert!(error.detail.contains("lost bytes that were in use"), "{error}");
+        assert!(error.detail.contains("lost bytes in use"), "{error}");
     }
 
     #[test]
@@ -282,7 +282,7 @@ mod tests {
         assert_eq!(memory.as_bytes()[1 << 20], 0);
         file.set_len(3 << 20).unwrap();
         file.set_modified(before).unwrap();
-        assert!(memory.check().unwrap_err().detail.contains("lost bytes that were in use"));
+        assert!(memory.check().unwrap_err().detail.contains("lost bytes in use"));
         fs::remove_dir_all(&directory).unwrap();
     }
 

@@ -283,7 +283,7 @@ impl Display for Topology {
         let placed = |device: &&PciDevice| self.nodes.iter().any(|node| Some(node.id) == device.node);
         let homeless: Vec<&PciDevice> = self.pci.iter().filter(|device| !placed(device)).collect();
         if !homeless.is_empty() {
-            writeln!(f, "PCI devices whose NUMA node the firmware does not tell")?;
+            writeln!(f, "PCI devices without a NUMA node from the firmware")?;
             self.write_devices(f, &homeless, "  ")?;
         }
         for net in self.nets.iter().filter(|net| net.pci.is_none_or(|at| self.device(at).is_none())) {

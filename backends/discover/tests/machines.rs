@@ -181,7 +181,7 @@ fn a_virtual_machine_without_numa_or_links_is_read() {
     assert_eq!(topology.matrix(PciKind::Nic).distances, [[Distance::HostBridge]]);
     assert_eq!(topology.nets[0].mbit_per_s, None);
     let text = topology.to_string();
-    assert!(text.contains("whose NUMA node the firmware does not tell"), "{text}");
+    assert!(text.contains("without a NUMA node from the firmware"), "{text}");
 }
 
 #[test]

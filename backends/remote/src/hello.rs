@@ -173,7 +173,7 @@ pub(crate) fn welcome(
     };
     let text = serde_json::to_vec(info).map_err(|error| Error::invalid(error.to_string()))?;
     if text.len() + answer.len() > HELLO_BYTES_MAX / 2 {
-        return Err(Error::invalid("the device has too long a description"));
+        return Err(Error::invalid("the device's description is too long"));
     }
     send(link, |out| {
         out.push(0);

@@ -103,7 +103,7 @@ pub(crate) fn role(text: &str) -> Result<Role, String> {
         "decode" => Ok(Role::Decode),
         "auto" => Ok(Role::Auto),
         "attention" => {
-            Err("attention is no role: name devices that attend behind the one that has the weights, as in \
+            Err("attention is not a role: name the attention devices after the one with the weights, as in \
                  'attn:cuda:0,cpu=decode'"
                 .into())
         }

@@ -134,8 +134,8 @@ impl Digest {
                     checkpoint.accept(&stamps);
                 }
                 match is_same && checkpoint.check().is_ok() {
-                    true => tracing::warn!("the weights are what they were, and are used on"),
-                    false => tracing::error!("the weights are not what they were: start again"),
+                    true => tracing::warn!("the weights are unchanged and stay in use"),
+                    false => tracing::error!("the weights have changed: restart"),
                 }
                 hashed = Some(stamps);
             }

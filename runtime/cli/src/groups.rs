@@ -163,7 +163,7 @@ impl SimGroup {
             1 => None,
             several => Some(
                 AllReduce::of(self.part, several)
-                    .ok_or_else(|| format!("what {several} devices exchange takes is not known"))?,
+                    .ok_or_else(|| format!("what {several} devices need to exchange is unknown"))?,
             ),
         };
         let (profile, engine) = (self.part.best_profile(), EngineCost::OURS);

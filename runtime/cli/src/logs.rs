@@ -38,7 +38,7 @@ pub(crate) fn open() -> Result<()> {
 
 fn open_queue() -> Result<LogQueue> {
     let stderr = io::stderr().as_fd().try_clone_to_owned().context("standard error is closed")?;
-    let queue = LogQueue::start(File::from(stderr)).context("no thread is left for the log")?;
+    let queue = LogQueue::start(File::from(stderr)).context("no thread for the log")?;
     std::panic::set_hook(Box::new(log_panic));
     Ok(QUEUE.get_or_init(|| queue).clone())
 }

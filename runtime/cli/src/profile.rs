@@ -210,7 +210,7 @@ fn profile(args: &MeasureArgs) -> Result<()> {
     }
     verdict(&document)?;
     if !args.only.is_empty() && missing.len() == args.only.len() {
-        return Err(Failed("nothing of what --only names could be measured".into()).into());
+        return Err(Failed("no point named by --only could be measured".into()).into());
     }
     Ok(())
 }

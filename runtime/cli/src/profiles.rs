@@ -10,5 +10,5 @@ pub(crate) fn read(path: &Path) -> Result<DeviceProfile> {
     let file = path.display();
     let text =
         mixfleet_hal::files::read_text(path).with_context(|| format!("cannot read the profile {file}"))?;
-    measured(&text).map_err(anyhow::Error::msg).with_context(|| format!("{file} is no profile of a device"))
+    measured(&text).map_err(anyhow::Error::msg).with_context(|| format!("{file} is not a device profile"))
 }

@@ -35,7 +35,7 @@ pub(crate) fn run(args: &ReplayLogArgs) -> Result<()> {
     }
     if replay.differing > 0 {
         let Replay { differing, steps, .. } = replay;
-        return Err(Failed(format!("{path}: {differing} of {steps} steps come out otherwise")).into());
+        return Err(Failed(format!("{path}: {differing} of {steps} steps differ")).into());
     }
     Ok(())
 }
@@ -72,14 +72,14 @@ fn text(replay: &Replay, wanted: Option<RequestId>) -> String {
             lines.push(format!("  replayed  ...{}...", first.replayed));
             if replay.version != env!("CARGO_PKG_VERSION") {
                 lines.push(format!(
-                    "the log is of mixfleet {}, which may have decided otherwise",
+                    "the log is of mixfleet {}, which may decide differently",
                     replay.version
                 ));
             }
         }
     }
     match &replay.ended {
-        Some(cause) => lines.push(format!("the log ended before the serving did: {cause}")),
+        Some(cause) => lines.push(format!("the log ended before serving did: {cause}")),
         None if !replay.whole => {
             let last = if replay.cut { "; its last line is incomplete and was left out" } else { "" };
             lines.push(format!("the log was not closed: the server was killed, or still runs{last}"));

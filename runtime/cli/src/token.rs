@@ -33,7 +33,7 @@ fn of_this_user() -> Option<PathBuf> {
 fn read(file: &Path) -> Result<Token> {
     let named = fs::symlink_metadata(file)?;
     if !named.is_file() {
-        bail!("it is no file, or a symbolic link, which others may have laid: name the file itself");
+        bail!("it is not a regular file, or a symbolic link that others may control: name the file itself");
     }
     let opened = File::open(file)?;
     let found = opened.metadata()?;
@@ -54,7 +54,7 @@ fn read(file: &Path) -> Result<Token> {
 
 /// The user id of the files that this process creates.
 fn own_uid() -> Result<u32> {
-    Ok(fs::metadata("/proc/self").context("whose process this is cannot be known without /proc")?.uid())
+    Ok(fs::metadata("/proc/self").context("the owner of a process is unknown without /proc")?.uid())
 }
 
 /// Creates a token, unless another process does so first: the file is complete as soon as its name exists.

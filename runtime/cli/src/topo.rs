@@ -61,7 +61,7 @@ fn record(path: &Path, recording: &Recording) -> Result<()> {
     let (files, links) = (recording.files.len(), recording.links.len());
     eprintln!("recorded {files} files and {links} links of this machine in {}", path.display());
     if recording.files.keys().any(|file| file.contains("/gids/")) {
-        eprintln!("among them are the addresses (GIDs) of its RDMA ports: look before you hand it on");
+        eprintln!("they include the addresses (GIDs) of its RDMA ports: check before you share it");
     }
     Ok(())
 }

@@ -198,7 +198,7 @@ fn validate(args: &RunArgs, named: Option<&str>) -> Result<()> {
     }
     out.flush()?;
     if cancelled.load(Ordering::Relaxed) {
-        let more = folder.map(|folder| format!(": it goes on with --resume --out {}", folder.display()));
+        let more = folder.map(|folder| format!(": continue it with --resume --out {}", folder.display()));
         bail!("the run was interrupted{}", more.unwrap_or_default());
     }
     match report.verdict {

@@ -158,7 +158,7 @@ fn a_checkpoint_that_is_touched_serves_on_once_its_bytes_were_hashed_again_and_a
     for seconds in [2, 3] {
         server.seen.clear();
         touch(&model, seconds);
-        server.wait_for("the weights are not what they were");
+        server.wait_for("the weights have changed");
         for _ in 0..30 {
             assert!(ask(&server, &prompt, 20).0 >= 500);
         }

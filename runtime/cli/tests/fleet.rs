@@ -507,7 +507,7 @@ fn a_worker_says_whether_it_may_use_rdma() {
     let has = |list: &Value, text: &str| {
         list.as_array().is_some_and(|list| list.iter().any(|entry| entry.as_str().unwrap().starts_with(text)))
     };
-    let offered = said.contains("KV may go over RDMA");
+    let offered = said.contains("KV may be sent over RDMA");
     assert_eq!(has(&seat["transports"], "verbs"), offered, "{said}: {members}");
     assert_eq!(has(&seat["not_offered"], "verbs: "), !offered, "{said}: {members}");
 }

@@ -91,7 +91,7 @@ fn an_interrupted_validation_ends_its_children_and_goes_on_later() {
     child.stdout.take().unwrap().read_to_string(&mut out).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(3), "{seen}");
     let folder = only_entry(&data.join("mixfleet/reports"));
-    assert!(seen.contains(&format!("goes on with --resume --out {}", folder.display())), "{seen}");
+    assert!(seen.contains(&format!("continue it with --resume --out {}", folder.display())), "{seen}");
     assert!(out.contains("INCOMPLETE") && folder.join("report.html").is_file(), "{out}");
     let of_ours = |entry: std::io::Result<std::fs::DirEntry>| {
         let variables = std::fs::read(entry.ok()?.path().join("environ")).ok()?;

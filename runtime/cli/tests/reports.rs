@@ -94,7 +94,7 @@ fn a_part_file_to_start_from_is_one_that_is_taken() {
     let (code, _, said) = ended(&words);
     assert_eq!(code, Some(0), "{said}");
     let (code, _, said) = ended(&["validate", "--init-part", text(&part), "--device", device]);
-    assert!(code == Some(2) && said.contains("is there already"), "{said}");
+    assert!(code == Some(2) && said.contains("exists already"), "{said}");
     assert_eq!(fs::read_to_string(&part).unwrap(), written);
 
     let (profile, measured) = (folder.join("profile.json"), folder.join("measured.toml"));

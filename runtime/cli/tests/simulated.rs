@@ -95,7 +95,7 @@ fn what_cannot_be_opened_is_explained() {
     assert!(lost, "{message}");
     std::fs::write(&plan, "{}").unwrap();
     let message = generate(&["--device", &format!("sim:l4,faults:{}", plan.display())]).unwrap_err();
-    assert!(message.contains("is no plan of faults"), "{message}");
+    assert!(message.contains("is not a fault plan"), "{message}");
 }
 
 #[test]

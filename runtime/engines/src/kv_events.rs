@@ -144,7 +144,7 @@ impl KvEvent {
             _ => return Err("an event must be a map or a list".into()),
         };
         let Some(PackedValue::Text(kind)) = kind else {
-            return Err("an event does not say what it is".into());
+            return Err("an event has no type".into());
         };
         match kind.as_str() {
             "BlockStored" => {
@@ -190,7 +190,7 @@ impl StoredKv {
         let size = take("block_size")
             .and_then(PackedValue::unsigned)
             .filter(|size| (1..=BLOCK_TOKENS_MAX).contains(size));
-        let size = size.ok_or("stored blocks do not say their size")?;
+        let size = size.ok_or("stored blocks have no size")?;
         if hashes.len() as u64 * size != token_ids.len() as u64 {
             return Err(format!("{} blocks of {size} have {} tokens", hashes.len(), token_ids.len()));
         }

@@ -210,7 +210,7 @@ impl Follower {
     /// Replays the missed events, and returns how many batches these were.
     async fn catch_up(&mut self) -> Result<u64, Stop> {
         let Some(address) = self.source.replay.clone() else {
-            return Err("nothing is replayed there: its cache is known as far as it is seen to change"
+            return Err("nothing is replayed there: only later changes of its cache are known"
                 .to_owned()
                 .into());
         };
@@ -258,7 +258,7 @@ impl Follower {
                 }
                 if last.is_some() && number > from {
                     anew = false;
-                    self.forget(&format!("events from {from} to {} are not kept any more", number - 1))
+                    self.forget(&format!("events from {from} to {} are no longer kept", number - 1))
                         .await?;
                 }
                 if self.last.is_none() {
@@ -275,7 +275,7 @@ impl Follower {
             }
         }
         if anew {
-            self.forget("the engine was started anew").await?;
+            self.forget("the engine was restarted").await?;
             self.next = Some(0);
             return Ok((caught + 1, false));
         }

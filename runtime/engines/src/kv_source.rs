@@ -98,12 +98,12 @@ pub(crate) fn told(host: &str, document: &[u8]) -> Result<Vec<KvSource>, String>
             source.replay_endpoint.as_deref().map(|replay| own_endpoint(host, replay)).transpose()?;
         let events = EventsFrom::Engine(events);
         if read.iter().any(|other| other.events == events) {
-            return Err("it tells one source of KV events for several ranks".into());
+            return Err("it reports one source of KV events for several ranks".into());
         }
         read.push(KvSource { rank, events, replay });
     }
     if read.is_empty() {
-        return Err("it tells no KV events".into());
+        return Err("it reports no KV events".into());
     }
     Ok(read)
 }
@@ -118,7 +118,7 @@ fn own_endpoint(host: &str, text: &str) -> Result<String, String> {
     match is_any_or_loopback || name == host {
         // its loopback is reached from here only if it is this host's too
         true => Ok(format!("{host}:{port}")),
-        false => Err(format!("it tells KV events at another host than its own, {name}")),
+        false => Err(format!("it reports KV events at a host other than its own, {name}")),
     }
 }
 

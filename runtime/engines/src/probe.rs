@@ -129,7 +129,7 @@ impl HttpEngine {
         let Ok(Properties { default_generation_settings: slot, total_slots, build_info }) =
             serde_json::from_slice(&body)
         else {
-            state.missing.push("/props tells no slots: its KV memory is not known".into());
+            state.missing.push("/props reports no slots: its KV memory is not known".into());
             return Ok(());
         };
         state.version = build_info;
@@ -155,7 +155,7 @@ impl HttpEngine {
         state.kv_usage = names.kv_usage.iter().find_map(|name| exposition.largest(name));
         if state.running.is_none() || state.waiting.is_none() {
             let hint = self.kind.metrics_hint();
-            let sentence = format!("/metrics tells no queue: only requests from here are counted ({hint})");
+            let sentence = format!("/metrics reports no queue: only requests from here are counted ({hint})");
             state.missing.push(sentence);
         }
         if self.kind == EngineKind::Mixfleet {
@@ -175,7 +175,7 @@ impl HttpEngine {
         if self.kind.is_like_vllm() && state.kv_tokens.is_none() {
             state
                 .missing
-                .push("/metrics tells no KV memory: only the model's context limits requests".into());
+                .push("/metrics reports no KV memory: only the model's context limits requests".into());
         }
         Ok(())
     }

@@ -52,9 +52,9 @@ impl HttpEngine {
         let not = |cause: String| EngineFault::new(EngineFaultKind::Failed, cause);
         let sources = match (self.kind, &self.kv_events) {
             (EngineKind::LlamaCpp | EngineKind::Mixfleet, _) => {
-                return Err(not(format!("{} does not tell what it has cached", self.kind)));
+                return Err(not(format!("{} does not report its cached blocks", self.kind)));
             }
-            (EngineKind::Vllm, KvEventsAt::Off) => return Err(not("its KV events are not wanted".into())),
+            (EngineKind::Vllm, KvEventsAt::Off) => return Err(not("its KV events are off".into())),
             (EngineKind::Vllm, KvEventsAt::Given(sources)) => sources.clone(),
             (EngineKind::Vllm, KvEventsAt::Asked) => {
                 let (status, document) = self.short(Method::GET, "/kv_event_sources", Vec::new()).await?;
@@ -74,7 +74,7 @@ impl HttpEngine {
     pub(crate) async fn read_prompt(&self, call: &EngineCall) -> Result<Option<Vec<u32>>, EngineFault> {
         let wrong = |cause: &str| EngineFault::new(EngineFaultKind::Malformed, cause);
         if !self.kind.is_like_vllm() {
-            return Err(wrong("it is not asked for token ids"));
+            return Err(wrong("token ids are not requested from it"));
         }
         let mut object = RawObject::parse(&call.body).map_err(|_| wrong("the body is no object"))?;
         if NOT_BY_TOKENS.iter().any(|name| object.given(name).is_some()) {

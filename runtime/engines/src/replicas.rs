@@ -120,7 +120,7 @@ impl ReplicaSeat {
         self.set(seated.map(|(address, _)| address));
         seated.map(|(_, is_listed)| is_listed).ok_or_else(|| match &table.failure {
             Some(failure) => EngineFault::new(EngineFaultKind::Unreachable, failure.clone()),
-            None => EngineFault::new(EngineFaultKind::Vacant, format!("{name} stands for no further engine")),
+            None => EngineFault::new(EngineFaultKind::Vacant, format!("{name} resolves to no further engine")),
         })
     }
 
@@ -137,7 +137,7 @@ impl ReplicaSeat {
         let table = table.lock().await;
         let (left, seats) = (table.left_out(), table.seats.len());
         (left > 0 && self.number == 0).then(|| {
-            format!("{name} stands for {left} engines more than instances={seats} has room for: raise it")
+            format!("{name} resolves to {left} more engines than instances={seats}: raise it")
         })
     }
 }

@@ -140,7 +140,7 @@ impl ZmqPeer {
             return Err("it does not speak ZMTP 3".into());
         }
         if theirs[12..32] != greeting[12..32] {
-            return Err("it wants authentication, which is not spoken here".into());
+            return Err("it requires authentication, which is not supported".into());
         }
         let mut ready = b"\x05READY".to_vec();
         for (name, value) in [("Socket-Type", socket.name()), ("Identity", "")] {
@@ -159,7 +159,7 @@ impl ZmqPeer {
                     return Err(format!("a socket {kind} does not talk with {}", socket.name()));
                 }
             }
-            PeerInput::Message(_) => return Err("it does not say what it is".into()),
+            PeerInput::Message(_) => return Err("it sends no identity".into()),
         }
         Ok(peer)
     }
@@ -224,7 +224,7 @@ fn framed(flags: u8, body: &[u8]) -> Vec<u8> {
 
 /// The type of socket that a READY command tells.
 fn socket_type(command: &[u8]) -> Result<&[u8], String> {
-    let wrong = || "it does not say what it is".to_owned();
+    let wrong = || "it sends no identity".to_owned();
     let mut rest = match command.strip_prefix(b"\x05READY") {
         Some(rest) => rest,
         None if command.starts_with(b"\x05ERROR") => {

@@ -143,7 +143,7 @@ fn each_address_that_a_name_stands_for_is_an_engine() {
     let third = FakeEngine::at("vllm", "m", "127.0.0.3:0");
     tell(Ok(vec![addresses[1], third.address.parse().unwrap(), "127.0.0.9:9".parse().unwrap()]));
     let missing = run(engines[0].probe()).unwrap().missing;
-    assert!(missing[0].contains("stands for 1 engines more than instances=2"), "{missing:?}");
+    assert!(missing[0].contains("resolves to 1 more engines than instances=2"), "{missing:?}");
     let secure = "https://engines.test".parse::<EngineAddress>();
     if let Ok(secure) = secure {
         let none = || system_lookup();

@@ -133,7 +133,7 @@ fn what_is_not_kept_any_more_begins_anew() {
         publisher.keep_last(3);
         publisher.say(&batch(9, 9, true));
         known.reaches(&mut feed, &[6, 7, 8, 9]).await;
-        assert!(known.causes[0].contains("not kept any more"), "{:?}", known.causes);
+        assert!(known.causes[0].contains("no longer kept"), "{:?}", known.causes);
     });
 }
 

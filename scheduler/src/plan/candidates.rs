@@ -394,7 +394,7 @@ fn stage(
         _ => {
             shape.check_split(devices)?;
             let known = AllReduce::of(part, devices);
-            Some(known.ok_or_else(|| format!("what {devices} devices exchange takes is not known"))?)
+            Some(known.ok_or_else(|| format!("what {devices} devices need to exchange is unknown"))?)
         }
     };
     let chunk_tokens = engine.step_tokens_on(Some(part), &shape);

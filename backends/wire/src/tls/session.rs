@@ -83,7 +83,7 @@ impl TlsSession {
             true => Ok(()),
             false => Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,
-                "the other end's certificate was taken back",
+                "the other end's certificate was revoked",
             )),
         }
     }

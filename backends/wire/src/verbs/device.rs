@@ -114,7 +114,7 @@ impl List {
         let mut limits = ffi::ibv_device_attr::default();
         // SAFETY: an open context, and a struct that the call fills.
         check(unsafe { ffi::ibv_query_device(context, &mut limits) })
-            .map_err(|error| format!("does not tell its limits: {error}"))?;
+            .map_err(|error| format!("does not report its limits: {error}"))?;
         let (port_number, port, gid_indices) = first_active_port(context, &limits)?;
         // SAFETY: an open context.
         let domain = unsafe { ffi::ibv_alloc_pd(context) };
@@ -164,7 +164,7 @@ fn first_active_port(
         let mut attributes = ffi::ibv_port_attr::default();
         // SAFETY: an open context; the call fills the front of the struct, whose rest stays zero.
         check(unsafe { ffi::ibv_query_port(context, number, (&raw mut attributes).cast()) })
-            .map_err(|error| format!("port {number} does not tell its state: {error}"))?;
+            .map_err(|error| format!("port {number} does not report its state: {error}"))?;
         if attributes.state != ffi::ibv_port_state::IBV_PORT_ACTIVE {
             // SAFETY: the library returns a string of its own.
             let state = unsafe { CStr::from_ptr(ffi::ibv_port_state_str(attributes.state)) };

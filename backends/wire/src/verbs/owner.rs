@@ -166,7 +166,7 @@ impl VerbsOwner {
         }
         if rails.is_empty() {
             return Err(Error::unsupported(
-                "the ends have no kind of RDMA address in common (RoCE v2 over IPv4 or IPv6, RoCE v1, InfiniBand)",
+                "the ends share no kind of RDMA address (RoCE v2 over IPv4 or IPv6, RoCE v1, InfiniBand)",
             ));
         }
         let id = self.next_way.fetch_add(1, Ordering::Relaxed);

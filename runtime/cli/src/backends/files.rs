@@ -21,7 +21,7 @@ impl mixfleet_simulated::SelectorFiles for FromDisk {
                 .with_context(|| format!("cannot read the faults {path}"))?;
             serde_json::from_str(&text).with_context(|| {
                 format!(
-                    "{path} is no plan of faults; expected {{\"seed\": 1, \"rules\": [{{\"fault\": \"drop\", \
+                    "{path} is not a fault plan; expected {{\"seed\": 1, \"rules\": [{{\"fault\": \"drop\", \
                      \"probability\": 0.001}}]}}"
                 )
             })

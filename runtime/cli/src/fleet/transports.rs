@@ -56,7 +56,7 @@ pub(super) fn open(
         }
     }
     for reason in &not_offered {
-        tracing::warn!(reason, "a way for KV is not offered; the next best is used");
+        tracing::warn!(reason, "KV transport not offered; using the next best");
     }
     if transports.is_empty() {
         bail!("none of --transports works here: add tcp");
@@ -111,7 +111,7 @@ mod rdma {
             let (unopened, used) = (unopened.join(", "), names.join(", "));
             tracing::warn!(unopened, used, "RDMA NICs cannot be opened; others are used");
         }
-        tracing::info!(devices = names.join(", "), why, "KV may go over RDMA, in the clear");
+        tracing::info!(devices = names.join(", "), why, "KV may be sent over RDMA, unencrypted");
         Ok(Arc::new(verbs))
     }
 

@@ -147,7 +147,7 @@ fn table(d: &CapacityDocument<'_>) -> String {
             line("rent", format!("${usd:.3} per hour"));
             line("requests", format!("{requests:.0} per dollar"));
         }
-        _ => line("rent", "of some pools no price is known: give usd_per_hour".into()),
+        _ => line("rent", "some pools have no known price: give usd_per_hour".into()),
     }
     for pool in &d.simulated.pools {
         line(&pool.name, pool.text());

@@ -56,7 +56,7 @@ fn lengths(body: &mut Html, stats: &Stats) {
 
 fn hits(body: &mut Html, stats: &Stats) {
     let Some(block_tokens) = stats.block_tokens else {
-        return body.paragraph("The format tells nothing of prefixes.");
+        return body.paragraph("The format has no prefixes.");
     };
     let (blocks, hit) = (stats.blocks, &stats.prefix_hit);
     body.paragraph(&format!(

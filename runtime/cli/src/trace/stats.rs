@@ -151,7 +151,7 @@ impl std::fmt::Display for StatsTable<'_> {
 impl StatsTable<'_> {
     fn hits(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Some(block_tokens) = self.stats.block_tokens else {
-            return writeln!(f, "\nthe format tells nothing of prefixes");
+            return writeln!(f, "\nthe format has no prefixes");
         };
         let blocks = self.stats.blocks;
         writeln!(

@@ -54,9 +54,9 @@ pub(super) fn run(args: &RunArgs, devices: Vec<String>) -> Result<()> {
     }
     let plans = devices.iter().map(|device| plan(args, device, None)).collect::<Result<Vec<_>>>()?;
     let folder = args.out.clone().or_else(|| default_folder("all", &began_at));
-    let folder = folder.context("this user has no folder for data: name one with --out")?;
+    let folder = folder.context("this user has no data directory: name one with --out")?;
     if folder.exists() {
-        bail!(UsageError(format!("{} is there already: name another folder", folder.display())));
+        bail!(UsageError(format!("{} exists already: name another folder", folder.display())));
     }
     eprintln!("the reports of {} go to {}", devices.join(", "), folder.display());
     let cancelled = Arc::<AtomicBool>::default();
@@ -149,8 +149,8 @@ fn summary_page(rows: &[DeviceOutcome], began_at: &str) -> String {
     let mut body = Html::default();
     let wrong = rows.iter().filter(|row| row.is_wrong()).count();
     match wrong {
-        0 => body.note(Tone::Plain, &format!("Nothing is wrong on {} devices.", rows.len())),
-        wrong => body.note(Tone::Bad, &format!("Something is wrong on {wrong} of {} devices.", rows.len())),
+        0 => body.note(Tone::Plain, &format!("No failures on {} devices.", rows.len())),
+        wrong => body.note(Tone::Bad, &format!("Failures on {wrong} of {} devices.", rows.len())),
     }
     let line = |row: &DeviceOutcome| {
         let tone = match &row.outcome {

@@ -38,11 +38,11 @@ impl HostFacts {
 
     fn on_the_bus(&self, info: &DeviceInfo) -> Vec<DeviceFact> {
         let Some(pci) = self.pci(info) else {
-            let why = "the backend tells no PCI address, or the system does not list it";
+            let why = "the backend reports no PCI address, or the system does not list it";
             return ["pci", "link", "numa", "driver"].map(|name| DeviceFact::unknown(name, why)).to_vec();
         };
         let link = match &pci.link {
-            None => DeviceFact::unknown("link", "the system tells no link; most virtual machines do not"),
+            None => DeviceFact::unknown("link", "the system reports no link, like most virtual machines"),
             // An idle part lowers its link speed; missing lanes stay missing.
             Some(link) if link.is_narrow() => {
                 DeviceFact::suspect("link", link.words(), link.shortfalls().join("; "))
@@ -62,7 +62,7 @@ impl HostFacts {
     /// Other load on the machine, which affects measurements but not results.
     fn other_load(&self) -> DeviceFact {
         match self.conditions.runnable_others {
-            None => DeviceFact::unknown("other_load", "the system does not tell"),
+            None => DeviceFact::unknown("other_load", "not reported by the system"),
             Some(0) => DeviceFact::known("other_load", "none"),
             Some(others) => {
                 let remark = "other threads want the cores: measured times may be too long";
@@ -80,7 +80,7 @@ impl HostFacts {
         facts
             .extend(self.conditions.pairs().into_iter().map(|(name, value)| DeviceFact::known(&name, value)));
         if self.conditions.governor.is_none() {
-            facts.push(DeviceFact::unknown("governor", "the system tells no clock policy"));
+            facts.push(DeviceFact::unknown("governor", "the system reports no clock policy"));
         }
         facts
     }
@@ -88,7 +88,7 @@ impl HostFacts {
 
 fn known(name: &str, value: Option<String>) -> DeviceFact {
     value.map_or_else(
-        || DeviceFact::unknown(name, "the system does not tell"),
+        || DeviceFact::unknown(name, "not reported by the system"),
         |value| DeviceFact::known(name, value),
     )
 }

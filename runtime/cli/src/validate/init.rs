@@ -12,7 +12,7 @@ use std::path::Path;
 /// Writes a template of a part file about a device, or about the part of a profile.
 pub(super) fn run(file: &Path, device: Option<&str>, profile: Option<&Path>) -> Result<()> {
     if file.exists() {
-        bail!(UsageError(format!("{} is there already: name another file", file.display())));
+        bail!(UsageError(format!("{} exists already: name another file", file.display())));
     }
     let profile = profile.map(read).transpose()?;
     // a profile needs no device, unless one is named

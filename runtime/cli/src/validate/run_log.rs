@@ -16,7 +16,7 @@ pub(super) fn earlier(args: &RunArgs, plan: &ValidationPlan) -> Result<Vec<Recor
     if !args.resume {
         if file.exists() {
             let what = format!(
-                "{} is there already: carry it on with --resume, or name another folder",
+                "{} exists already: continue it with --resume, or name another folder",
                 file.display()
             );
             bail!(UsageError(what));
@@ -35,7 +35,7 @@ pub(super) fn earlier(args: &RunArgs, plan: &ValidationPlan) -> Result<Vec<Recor
     }
     if records.first() != Some(&header(plan)) {
         let what = format!(
-            "{} is of another device, version or other settings: it cannot be carried on",
+            "{} is of another device, version or other settings: it cannot be continued",
             file.display()
         );
         bail!(UsageError(what));

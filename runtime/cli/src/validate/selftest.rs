@@ -57,7 +57,7 @@ pub(crate) fn run(device: Option<&str>, json: bool) -> Result<()> {
     }
     let missed = missed(&rows);
     if !missed.is_empty() {
-        bail!(Failed(format!("the suite does not see what it must: {}", missed.join("; "))));
+        bail!(Failed(format!("the suite misses required faults: {}", missed.join("; "))));
     }
     Ok(())
 }

@@ -70,7 +70,7 @@ fn write_all(text: &mut String, report: &Validation, folder: Option<&Path>) -> s
     match folder {
         Some(folder) => writeln!(text, "report: {}", folder.join("report.html").display()),
         None => {
-            writeln!(text, "no report was kept, as this user has no folder for data: name one with --out")
+            writeln!(text, "no report was kept, as this user has no data directory: name one with --out")
         }
     }
 }
