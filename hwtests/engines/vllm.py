@@ -410,7 +410,7 @@ def run(program, engines, gateways):
     check(not failed, f"{count} mixed requests are answered {failed[:1]}")
     is_same, counts = same(gateway, engines)
     check(is_same and events.refused > 0, f"what is known equals what a replay of all events tells, after a cut: {counts}")
-    lost = [line for line in gateway.log if "is not known for now" in line]
+    lost = [line for line in gateway.log if "are unknown for now" in line]
     check(not lost, f"nothing had to be forgotten for that {lost[:1]}")
     pairs = predictions(gateway)
     right = sum(predicted == told for predicted, told in pairs)

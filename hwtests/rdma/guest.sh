@@ -78,7 +78,7 @@ over_both() {
         --max-tokens 48 --prompt-ids "$(cat /fleet/prompt)" >together 2>together.log
     if [ "$(text_in together)" = "$(cat /fleet/text)" ]; then
         echo "ok      members: the tokens of one machine by $1"
-    elif [ "${1#attn:}" != "$1" ] && grep -q "latent attention is not given devices of its own" together.log; then
+    elif [ "${1#attn:}" != "$1" ] && grep -q "latent attention cannot run on separate devices" together.log; then
         echo "ok      members: $1 is refused for latent attention"
     else
         echo "FAILED  members: other tokens than one machine gives by $1: $(cat together together.log)"

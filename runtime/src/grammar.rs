@@ -273,7 +273,7 @@ impl Grammars {
                         BudgetError::Budget => "the answers in progress",
                         BudgetError::Share => "the answers in progress of this key or address",
                     };
-                    let cause = format!("{whose} follow grammars that take all memory there is for them");
+                    let cause = format!("{whose} use all memory for grammars");
                     return Err(GrammarError::Busy(cause));
                 }
             }
@@ -335,7 +335,7 @@ impl GrammarRun {
     fn charge_growth(&self) -> Result<(), String> {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         let grown = self.compiled.lexer_bytes().saturating_sub(held.bytes());
-        held.grow(grown).map_err(|_| "its states take all memory that there is for grammars".to_owned())
+        held.grow(grown).map_err(|_| "its states need more memory than grammars may use".to_owned())
     }
 
     /// The tokens that must not come next, in order.

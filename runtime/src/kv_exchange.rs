@@ -231,7 +231,7 @@ impl KvExchange {
             Ok(_) => "held",
             Err(KvRefusal::Full | KvRefusal::Failed(_)) => "no_room",
             Err(refusal) => {
-                tracing::warn!(block, %refusal, "KV of another engine is not what it should be, and refused");
+                tracing::warn!(block, %refusal, "KV of another engine failed its check and was refused");
                 "refused"
             }
         };

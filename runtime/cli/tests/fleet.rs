@@ -269,7 +269,7 @@ fn without_etcd_serving_goes_on_and_joining_waits() {
     router.says("etcd is lost");
     first.says("etcd is lost");
     let mut late = fleet.worker("cpu@1", "auto", &[]);
-    late.says("etcd is not reached: joining the fleet waits");
+    late.says("etcd cannot be reached: joining the fleet waits");
     assert_eq!(rest(stream(&address, case, 48), String::new()), expected);
 
     fleet.etcd = etcd(&fleet.data, fleet.port);

@@ -108,7 +108,7 @@ pub(crate) fn hold(object: &mut RawObject<'_>, most: u32) -> Result<(), String> 
         if object.given(name).is_none() {
             continue;
         }
-        let wanted: f64 = object.read(name).ok_or_else(|| format!("'{name}' is no number"))?;
+        let wanted: f64 = object.read(name).ok_or_else(|| format!("'{name}' is not a number"))?;
         let is_least = LEAST_FIELDS.contains(name);
         if is_least && !(0.0..=f64::from(most)).contains(&wanted) {
             return Err(format!("'{name}' is {wanted}; this key is given {most} at most"));

@@ -229,7 +229,7 @@ fn socket_type(command: &[u8]) -> Result<&[u8], String> {
         Some(rest) => rest,
         None if command.starts_with(b"\x05ERROR") => {
             let why = String::from_utf8_lossy(command.get(7..).unwrap_or_default());
-            return Err(format!("it refuses to talk: {}", why.chars().take(255).collect::<String>()));
+            return Err(format!("it refuses the connection: {}", why.chars().take(255).collect::<String>()));
         }
         None => return Err(wrong()),
     };

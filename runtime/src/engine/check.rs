@@ -57,14 +57,14 @@ impl Worker {
         let room = self.limits.kv_tokens();
         require!(tokens <= room, "{tokens} tokens find no room in KV memory for {room}");
         let Urgency { due, tbt_slo, .. } = job.urgency;
-        require!(due.0.is_finite(), "the time at which the request is due is no number");
+        require!(due.0.is_finite(), "the time at which the request is due is not a number");
         let tbt_is_number = tbt_slo.is_none_or(|slo| !slo.0.is_nan());
-        require!(tbt_is_number, "the objective for the time between tokens is no number");
-        require!(wanted.sampling.is_finite(), "a parameter of sampling is no number");
+        require!(tbt_is_number, "the objective for the time between tokens is not a number");
+        require!(wanted.sampling.is_finite(), "a parameter of sampling is not a number");
         let (ends, logprobs) = (wanted.eos_ids.len(), wanted.logprobs.unwrap_or(0));
         let masked = wanted.minimum.as_ref().map_or(0, |minimum| minimum.masked_ids.len());
         let is_useful = ends.max(masked) <= EOS_IDS_MAX && logprobs <= LOGPROBS_MAX;
-        require!(is_useful, "more end tokens or log-probabilities than any answer has use for");
+        require!(is_useful, "more end tokens or log-probabilities than supported");
         let grammar_bytes = wanted.grammar.as_ref().map_or(0, |grammar| grammar.text().len());
         require!(
             grammar_bytes <= GRAMMAR_BYTES_MAX,

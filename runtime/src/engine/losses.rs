@@ -62,7 +62,7 @@ impl Coordinator {
     pub(super) fn down(&mut self, instance: InstanceId, error: &mixfleet_hal::Error, certain: bool) {
         let Some(InstanceHandle { device, .. }) = self.instances.remove(&instance) else { return };
         self.metrics.unload(&device);
-        tracing::error!(%device, %error, "instance lost; its requests go on elsewhere");
+        tracing::error!(%device, %error, "instance lost; its requests continue elsewhere");
         self.transfer(Transferred::InstanceDown { instance });
         self.links.forget(instance);
         let lost = self.fleet_step(Event::InstanceDown { instance });

@@ -75,7 +75,7 @@ impl Worker {
             let Err(error) = self.renew() else { return true };
             let device = &self.steps.device.info().id;
             if (self.env.now() - began).0 > GIVEN_UP.0 {
-                tracing::error!(device, %error, "the device does not answer and is given up: start the process anew");
+                tracing::error!(device, %error, "the device does not answer and is given up: restart the process");
                 return false;
             }
             if !std::mem::replace(&mut said, true) {
@@ -100,7 +100,7 @@ impl Worker {
         if came == sent {
             return Ok(());
         }
-        Err(Error::new(ErrorKind::Corrupt, "the device gives back other bytes than it was given"))
+        Err(Error::new(ErrorKind::Corrupt, "the device returns other bytes than were written"))
     }
 
     /// Resets the instance to its initial state, if the device computes.

@@ -184,7 +184,7 @@ pub(super) fn check_instance(instance: &Instance, silence_max: Seconds) -> Resul
         return Err("its KV blocks hold no sensible number of tokens");
     }
     if price.is_some_and(|price| !price.0.is_finite() || price.0 < 0.0) {
-        return Err("its price is no number");
+        return Err("its price is not a number");
     }
     let is_time = |time: Seconds| time.0.is_finite() && time.0 >= 0.0;
     let tokens = u32::try_from(*kv_capacity_tokens).unwrap_or(u32::MAX).min(512);
@@ -192,7 +192,7 @@ pub(super) fn check_instance(instance: &Instance, silence_max: Seconds) -> Resul
         return Err("its steps take no sensible time");
     }
     if !is_time(silence_max) || silence_max.0 > SILENCE_MAX.0 {
-        return Err("it wants to be silent for longer than anyone should wait");
+        return Err("its silence limit is too long");
     }
     Ok(())
 }

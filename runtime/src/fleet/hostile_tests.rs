@@ -224,16 +224,16 @@ fn numbers_that_are_none_end_their_request_at_the_worker() {
     with_a_rogue(async |mut rogue| {
         let add = |job| Order::Add { job, hand_off: None, pull: None };
         let job = Job { urgency: Urgency::due_at(Seconds(f64::NAN)), ..rogue.job(1) };
-        rogue.is_refused(add(job), "due is no number").await;
+        rogue.is_refused(add(job), "due is not a number").await;
         let urgency = Urgency { tbt_slo: Some(Seconds(f64::NAN)), ..Urgency::due_at(Seconds(1.0)) };
         let job = Job { urgency, ..rogue.job(1) };
-        rogue.is_refused(add(job), "between tokens is no number").await;
+        rogue.is_refused(add(job), "between tokens is not a number").await;
         let job = rogue.wanting(2, |wanted| wanted.sampling.top_p = f32::INFINITY);
-        rogue.is_refused(add(job), "sampling is no number").await;
+        rogue.is_refused(add(job), "sampling is not a number").await;
         let job = rogue.wanting(3, |wanted| wanted.max_tokens = u32::MAX);
         rogue.is_refused(add(job), "the context is").await;
         let job = rogue.wanting(4, |wanted| wanted.logprobs = Some(u32::MAX));
-        rogue.is_refused(add(job), "than any answer has use for").await;
+        rogue.is_refused(add(job), "than supported").await;
     });
 }
 

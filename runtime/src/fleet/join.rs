@@ -89,7 +89,7 @@ impl Caller {
         let measured = self.probe_links.measure(&self.env, lent).await;
         let measured = measured.map_err(|error| CallError::Failed(format!("no KV can go there: {error}")))?;
         for reason in &measured.broken {
-            tracing::warn!(member = name, reason, "a way for KV is broken; the next one is used");
+            tracing::warn!(member = name, reason, "KV path broken; using the next one");
         }
         let (session, ended) = remote.peer(&hello, self.hub.instances(), measured.cost).await?;
         let theirs: Vec<InstanceId> = member.instances().map(|instance| instance.id).collect();

@@ -84,7 +84,7 @@ impl Listening {
         *refused += 1;
         tracing::warn!(%instance, "a message was refused: not for this process, or not the caller's to send");
         if *refused >= REFUSED_MAX {
-            tracing::warn!(refused, "a session is ended: the other end keeps saying what it may not");
+            tracing::warn!(refused, "session ended: the other end keeps sending unauthorised messages");
         }
         *refused < REFUSED_MAX
     }

@@ -177,7 +177,7 @@ impl Gateway {
     /// Reports that a request was placed on an engine.
     pub(super) fn note_placed(&self, state: &mut Fleetwide, at: usize, now: Seconds, request: RequestId) {
         if state.seats[at].breaker.placed(now, request) {
-            tracing::info!(engine = self.engine(at).name(), request, "a request tries an engine that rested");
+            tracing::info!(engine = self.engine(at).name(), request, "a request tries a suspended engine");
         }
     }
 
@@ -186,7 +186,7 @@ impl Gateway {
         let mut state = self.lock();
         if state.seats[at].breaker.began(asked) {
             self.count_instances(&state);
-            tracing::info!(engine = self.engine(at).name(), "an engine that rested answers again");
+            tracing::info!(engine = self.engine(at).name(), "a suspended engine answers again");
         }
     }
 

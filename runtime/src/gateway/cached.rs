@@ -192,9 +192,9 @@ pub(super) async fn follow(gateway: Weak<Gateway>, at: usize) {
                 strong.set_followed(at, false);
             }
             Err(fault) => {
-                let missing = format!("what it has cached is not known: {fault}");
+                let missing = format!("its cached blocks are unknown: {fault}");
                 let is_final = fault.kind != EngineFaultKind::Unreachable;
-                tracing::warn!(engine = engine.name(), missing, "an engine does not tell everything");
+                tracing::warn!(engine = engine.name(), missing, "an engine reports incomplete data");
                 tokio::select! {
                     _ = up.wait_for(|up| !up) => {}
                     () = env.sleep(FOLLOW_AGAIN), if !is_final => {}
@@ -245,7 +245,7 @@ impl Gateway {
         }
         for change in changes {
             if let EngineKvChange::Lost { part, cause } = change {
-                tracing::warn!(engine, part, cause, "what an engine has cached is not known for now");
+                tracing::warn!(engine, part, cause, "cached blocks of an engine are unknown for now");
             }
         }
     }

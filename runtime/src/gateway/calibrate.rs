@@ -111,7 +111,7 @@ async fn timed(
         usage = chunk.usage.or(usage);
     }
     let first = first.ok_or_else(|| wrong("its answer has no tokens"))?;
-    let usage = usage.ok_or_else(|| wrong("its stream does not tell lengths"))?;
+    let usage = usage.ok_or_else(|| wrong("its stream reports no lengths"))?;
     let steps = usage.completion_tokens.max(2) - 1;
     let step = if chunks > 1 { (last - first) * (1.0 / f64::from(steps)) } else { Seconds::ZERO };
     Ok(Took { prompt_tokens: usage.prompt_tokens, first: first - asked, step })

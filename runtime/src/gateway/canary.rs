@@ -77,7 +77,7 @@ impl Gateway {
             biased;
             found = self.compare(&canary) => found,
             () = self.env.sleep(CANARY_MAX) => {
-                let detail = format!("it was not done in {} s", CANARY_MAX.as_secs());
+                let detail = format!("no result within {} s", CANARY_MAX.as_secs());
                 Err(EngineFault::new(EngineFaultKind::Busy, detail))
             }
         };

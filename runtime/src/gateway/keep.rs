@@ -112,7 +112,7 @@ impl Gateway {
                 tracing::warn!(engine, ?role, "it does not show that it hands KV over, as its role needs");
             }
             for missing in &state.missing {
-                tracing::warn!(engine, missing, "an engine does not tell everything");
+                tracing::warn!(engine, missing, "an engine reports incomplete data");
             }
             self.engine_up(at, state, context, cost);
             let version = state.version.as_deref();
@@ -189,7 +189,7 @@ impl Gateway {
         }
     }
 
-    /// Handles an engine that does not serve: its requests go on elsewhere.
+    /// Handles an engine that does not serve: its requests continue elsewhere.
     fn engine_down(&self, at: usize, fault: &EngineFault) {
         let engine = self.engine(at).name();
         let mut state = self.lock();
@@ -206,7 +206,7 @@ impl Gateway {
         state.front.step(Event::InstanceDown { instance: InstanceId(to_u32(at)) });
         self.count_instances(&state);
         drop(state);
-        tracing::error!(engine, %fault, "engine lost; its requests go on elsewhere");
+        tracing::error!(engine, %fault, "engine lost; its requests continue elsewhere");
         self.metrics.unload(engine);
         self.members[at].up.send_replace(false);
     }

@@ -70,7 +70,7 @@ impl Layout {
     /// mean nothing.
     pub(crate) fn check(&self, frame: &[u8], hash: BlockHash, tokens: &[u32]) -> Result<u64, FrameRefusal> {
         if frame.len() != self.frame_bytes() {
-            return Err(FrameRefusal::Damaged("it has not the length of a block"));
+            return Err(FrameRefusal::Damaged("its length is not that of a block"));
         }
         let (payload, trailer) = frame.split_at(self.block_bytes);
         let (trailer, own) = trailer.split_at(trailer.len() - DIGEST_BYTES);

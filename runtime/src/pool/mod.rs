@@ -457,7 +457,7 @@ impl State {
         tracing::warn!(
             why,
             blocks = blocks.len(),
-            "the KV pool's disk is out; what it held is computed anew"
+            "the KV pool's disk is out; its blocks are recomputed"
         );
         blocks.into_iter().for_each(|hash| self.events.add(hash, Tier::Ssd, false));
         self.counts.ssd_out = Some(why);

@@ -366,7 +366,7 @@ impl Ssd {
         }
         if self.paused.is_none() {
             let advice = if journal::is_full(error) { "make room on it" } else { "check it" };
-            tracing::warn!(%error, "the KV pool's disk takes no blocks ({advice}); what it holds is still served");
+            tracing::warn!(%error, "the KV pool's disk takes no blocks ({advice}); stored blocks are still served");
             self.skipped = 0;
         }
         self.paused = Some(error.to_string());

@@ -15,7 +15,7 @@ pub enum Refusal {
     #[error("the sequence needs more KV blocks than there are")]
     TooLong,
     /// Its due time is not a number.
-    #[error("the time at which the sequence is due is no number")]
+    #[error("the time at which the sequence is due is not a number")]
     NoTime,
 }
 

@@ -40,7 +40,7 @@ pub enum TraceError {
         cause: String,
     },
     /// A time is so large that times can no longer be distinguished.
-    #[error("{what} {at_s:e} s after the trace's start; times up to {TIME_S_MAX:e} s can be told apart")]
+    #[error("{what} {at_s:e} s after the trace's start; times up to {TIME_S_MAX:e} s can be distinguished")]
     Late {
         /// The event.
         what: &'static str,

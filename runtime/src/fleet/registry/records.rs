@@ -66,7 +66,7 @@ impl Registry {
             match ask().await {
                 Err(RegistryError::Etcd(error)) => {
                     if backoff == BACKOFF_MIN {
-                        tracing::warn!(error, "etcd is not reached: {what} waits");
+                        tracing::warn!(error, "etcd cannot be reached: {what} waits");
                     }
                     self.env.sleep(backoff).await;
                     backoff = (2 * backoff).min(BACKOFF_MAX);
@@ -210,7 +210,7 @@ impl Registry {
         match serde_json::from_slice(value) {
             Ok(member) => Some((name, member)),
             Err(error) => {
-                tracing::warn!(name, %error, "a member's record is not understood: is it of another version?");
+                tracing::warn!(name, %error, "unreadable record of a member: is it of another version?");
                 None
             }
         }

@@ -51,8 +51,8 @@ impl Watched {
         if (self.is_believed)() {
             return Poll::Ready(read);
         }
-        tracing::warn!("the certificate of a member was taken back: its connection ends");
-        Poll::Ready(Err(io::Error::new(io::ErrorKind::PermissionDenied, "the certificate was taken back")))
+        tracing::warn!("the certificate of a member was revoked: its connection ends");
+        Poll::Ready(Err(io::Error::new(io::ErrorKind::PermissionDenied, "the certificate was revoked")))
     }
 }
 
