@@ -110,7 +110,7 @@ fn relative(path: &Path, root: &Path) -> String {
 fn prose(line: &str) -> String {
     let mut found = String::new();
     let mut in_text = false;
-    let mut chars = line.char_indices().peekable();
+    let mut chars = line.char_indices();
     while let Some((at, char)) = chars.next() {
         match char {
             '\\' if in_text => drop(chars.next()),
