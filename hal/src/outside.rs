@@ -104,7 +104,7 @@ pub struct EngineCall {
     pub stream: bool,
     /// The part of the answer that the client has already, if another engine began it.
     pub begun: Option<BegunAnswer>,
-    /// Maximum number of tokens to generate; overrides the body's ([`LENGTH_FIELDS`]).
+    /// Maximum number of tokens to generate, regardless of the body ([`LENGTH_FIELDS`]).
     pub tokens_max: Option<u32>,
     /// The span that the answer is part of, as W3C's `traceparent` has it.
     pub trace: Option<String>,
