@@ -1,10 +1,10 @@
 //! Canaries: copies of requests that show whether KV arrives undamaged from one engine at another one.
 //!
 //! vLLM checks nothing of the KV that it pulls. So a copy of a request, with few tokens, is answered divided
-//! and by one engine alone, and what both say of the first tokens is compared
-//! (`mixfleet_scheduler::canary`). Each of these has a cache salt of its own: nothing that is cached takes
-//! part, so that the prompt is really transferred, and really computed. A pair of engines shares requests
-//! once it is proven, and no longer when it fails. Clients wait for no canary, and none changes an answer.
+//! and by one engine alone, and the first tokens' log-probabilities are compared
+//! (`mixfleet_scheduler::canary`). Each of the two has its own cache salt: no cached KV takes part, so that
+//! the prompt is really transferred, and really computed. A pair of engines shares requests once it is
+//! proven, until it fails. Clients wait for no canary, and none changes an answer.
 
 use super::{ChoiceLimits, Fleetwide, Gateway, Passage, RelayRequest};
 use crate::front::Decision;

@@ -179,9 +179,9 @@ impl<T: Text> Instance<T> {
         }
     }
 
-    /// The waiting sequence that is next: of each party the first one, and of these one that stays within
-    /// its share, of the party that was served least. A prompt waits while others of its party fill its
-    /// share of a step, so that it can reuse prefixes that are computed meanwhile.
+    /// The next waiting sequence: of the first sequence of each party, one that keeps its party within its
+    /// share, of the party that was served least. A prompt waits while others of its party fill its share of
+    /// a step, so that it can reuse the prefixes that they compute.
     fn next_in_turn(&self, held: &Holdings) -> Option<Place> {
         let mut firsts: BTreeMap<PartyId, Place> = BTreeMap::new();
         for phase in [Phase::Queued, Phase::Asking] {

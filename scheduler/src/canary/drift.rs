@@ -1,12 +1,12 @@
-//! How far two answers are apart where nothing is corrupted, as learned from controls.
+//! The drift between two answers without corruption, as learned from controls.
 
 use std::collections::VecDeque;
 
-/// Smallest and largest distance that count, in nats: below, answers are equal for every purpose; above,
-/// nothing more is said.
+/// Smallest and largest distance that count, in nats: below, answers are equal; above, larger distances are
+/// no stronger evidence.
 const LEAST: f64 = 1e-3;
 const MOST: f64 = 30.0;
-/// Controls that are kept, and from how many on drift is learned from them.
+/// Number of kept controls, and the number from which on drift is learned from them.
 const KEPT: usize = 256;
 const LEARNED_MIN: usize = 16;
 /// Drift before that: its median, in nats, and its scale.

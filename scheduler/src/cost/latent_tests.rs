@@ -65,8 +65,8 @@ fn other_engines_expand_the_latents_of_prompts_and_those_of_earlier_chunks_again
     assert_eq!([up(0), up(3000)], [61 * 1000, 61 * 4000]);
 }
 
-/// What is chosen has the fewer operations as operations count them. They count an exponential for each
-/// pair as well, and rotations, which the choice leaves out: a thousandth of the others.
+/// The chosen way has fewer operations by the operations' own counts. These also count an
+/// exponential for each pair, and rotations, which the choice ignores: a thousandth of the total.
 #[test]
 fn prompts_are_expanded_where_that_is_less_arithmetic() {
     let shape = find("deepseek-v2-lite").unwrap().shape(DType::Bf16);

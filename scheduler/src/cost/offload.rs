@@ -158,11 +158,10 @@ impl Partition {
         (self.shares.len() - 1) as f64 * most as f64 / shape.kv_bytes_per_token().max(1) as f64
     }
 
-    /// The bytes that cross per token and layer, where attention has members of its own, for a token that
-    /// sees keys on `holders` members among which pages are divided. With activations of `e` bytes that is
-    /// `(heads + 2 kv_heads) head_dim e` out and `heads head_dim e` back, with KV heads as often as they are
-    /// kept, and queries and what was attended to as often as there are holders; if there are several, each
-    /// also gives `8 heads` back, to merge by.
+    /// The bytes exchanged per token and layer under attention offload, for a token whose keys are on
+    /// `holders` of the members among which pages are divided. With activations of `e` bytes that is `(heads
+    /// + 2 kv_heads) head_dim e` out and `heads head_dim e` back: KV heads once per copy kept, queries and
+    /// outputs once per holder. With several holders, each also returns `8 heads` bytes for the merge.
     pub fn attention_bytes(&self, shape: &ModelShape, holders: u32) -> Option<AttnBytes> {
         let split = self.split?;
         let row = u64::from(shape.head_dim) * shape.activation.size_bytes();
@@ -190,9 +189,9 @@ impl MemberShare {
         self.work.attends()
     }
 
-    /// Its operations of a mixed step of a model of this shape, as [`ModelShape::step_ops`] has those of all:
-    /// only the first of those that divide layers adds to the residual, and only one member draws.
-    /// Where pages are divided, a member that attends has those of the sequences that are whole on it.
+    /// Its operations of a mixed step of a model of this shape, as [`ModelShape::step_ops`] has them for the
+    /// whole model: only the first of the members that share layers adds to the residual, and only one member
+    /// draws. If pages are divided, an attention member has the sequences that are whole on it.
     pub fn step_ops(&self, shape: &ModelShape, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
         let part = StagePart {
             work: self.work,

@@ -7,7 +7,7 @@
 //!   ([`ExpertsBy`]).
 //! - Stages of layers: each has consecutive layers, and may itself be several members that divide these. The
 //!   residual stream goes from each stage to the next; the first one embeds, the last one has the LM head.
-//! - Attention on devices of its own (Lamina, arXiv 2405.01814): see [`Partition::attention`].
+//! - Attention offload (Lamina, arXiv 2405.01814): see [`Partition::attention`].
 
 use super::{AttnSplit, Experts, MemberWork, ModelShape};
 use mixfleet_hal::cast::to_u32;
@@ -324,7 +324,7 @@ fn in_runs(total: u32, weights: &[f64], what: &str) -> Result<Vec<u32>, String> 
 }
 
 /// Divides `total` in proportion to `weights`, at least one for each (`total` is no less than their number):
-/// what is left goes where most is missing, the first of equal ones.
+/// the remainder goes to the largest fractions, the first of equals.
 fn dealt(total: u32, weights: &[f64]) -> Vec<u32> {
     let sum: f64 = weights.iter().sum();
     let due: Vec<f64> = weights.iter().map(|weight| f64::from(total) * weight / sum).collect();

@@ -1,10 +1,10 @@
 //! The time of a matrix product whose weights are quantised.
 //!
-//! A device that multiplies in the format runs it at that rate; any other converts the weights on the way and
-//! multiplies in the dtype of the activations, which is taken to cost nothing. Kernel times of most formats
-//! are not known, so the share of the roofline that is reached is taken from a plain product of as many bytes
-//! of weights: `time = T(plain, n bits / bits of the plain dtype) * roofline / roofline of the plain one`.
-//! Products in fp8 are predicted as such, since there are tables of them.
+//! A device that multiplies in the format runs it at that rate; any other converts the weights as it reads
+//! them and multiplies in the dtype of the activations, at no modelled cost. Kernel times of most formats are
+//! unknown, so the efficiency is that of a plain product with as many bytes of weights: `time = T(plain, n
+//! bits / bits of the plain dtype) * roofline / roofline of the plain one`. Products in fp8 are predicted as
+//! such, since there are tables of them.
 
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::profile::DeviceProfile;

@@ -86,7 +86,7 @@ impl PartKernels {
     }
 }
 
-/// Devices of an instance that keep its KV and attend, beside those with the weights.
+/// Attention devices of an instance, which keep its KV, beside those with the weights.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttendingKind {
     /// Their profile.

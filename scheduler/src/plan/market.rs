@@ -111,7 +111,7 @@ impl PlannedSpare {
     }
 }
 
-/// Devices of an instance that keep its KV and attend, beside those with the weights.
+/// Attention devices of an instance, which keep its KV, beside those with the weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct PlannedAttention {
     /// Index of the part among those on offer.

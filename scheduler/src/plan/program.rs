@@ -5,10 +5,10 @@
 //! request per second takes. The program, with counts n of kinds j at prices p, and shares x of placings r:
 //!
 //! ```text
-//! minimise    sum_j p_j n_j  +  price of what is taken of each ceiling
+//! minimise    sum_j p_j n_j  +  price of the use of each ceiling
 //! subject to  sum over placings of class i that do stage s of x_r  =  1       every stage of every class
 //!             sum over placings on kind j of rate x_r load_r  <=  n_j - spares  every kind
-//!             what counts and shares take of a ceiling  <=  the ceiling
+//!             use of a ceiling by counts and shares  <=  the ceiling
 //! ```
 //!
 //! Counts are whole. Shares are any numbers from 0 to 1, or multiples of 1/slices, as where the load is cut

@@ -1,10 +1,10 @@
-//! The cheapest fleets in which devices that compute prompts attend to a part of what others decode.
+//! The cheapest fleets in which prefill devices also run attention for some decoding requests.
 //!
-//! Such a fleet has the instances of one that divides prompts and decoding, as `serve` and the simulator have
-//! them: those that decode have an even share of the others' room for KV, and these run attention on that KV,
-//! with the times of [`SpareCost`](crate::cost::SpareCost). What attention takes of a device is missing for
-//! prompts: with p(i) and d(i) instances that prompts and answers of class i keep busy, and u(i) the share of
-//! its time that each of k lenders spends on the answers,
+//! Such a fleet divides prompts and decoding, as `serve` and the simulator do: decode instances borrow an
+//! even share of the prefill instances' room for KV, and these run attention on that KV, with the times of
+//! [`SpareCost`](crate::cost::SpareCost). The time of that attention is not available for prompts: with p(i)
+//! and d(i) instances that prompts and answers of class i keep busy, and u(i) the share of its time that each
+//! of k lenders spends on the answers,
 //!
 //! ```text
 //! sum_i d(i)  <=  0.9 D          sum_i p(i) + k sum_i u(i) d(i)  <=  0.9 P
