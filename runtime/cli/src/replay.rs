@@ -71,10 +71,8 @@ fn text(replay: &Replay, wanted: Option<RequestId>) -> String {
             lines.push(format!("  logged    ...{}...", first.logged));
             lines.push(format!("  replayed  ...{}...", first.replayed));
             if replay.version != env!("CARGO_PKG_VERSION") {
-                lines.push(format!(
-                    "the log is of mixfleet {}, which may decide differently",
-                    replay.version
-                ));
+                lines
+                    .push(format!("the log is of mixfleet {}, which may decide differently", replay.version));
             }
         }
     }

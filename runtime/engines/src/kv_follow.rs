@@ -258,8 +258,7 @@ impl Follower {
                 }
                 if last.is_some() && number > from {
                     anew = false;
-                    self.forget(&format!("events from {from} to {} are no longer kept", number - 1))
-                        .await?;
+                    self.forget(&format!("events from {from} to {} are no longer kept", number - 1)).await?;
                 }
                 if self.last.is_none() {
                     self.next = Some(number);

@@ -120,7 +120,9 @@ impl ReplicaSeat {
         self.set(seated.map(|(address, _)| address));
         seated.map(|(_, is_listed)| is_listed).ok_or_else(|| match &table.failure {
             Some(failure) => EngineFault::new(EngineFaultKind::Unreachable, failure.clone()),
-            None => EngineFault::new(EngineFaultKind::Vacant, format!("{name} resolves to no further engine")),
+            None => {
+                EngineFault::new(EngineFaultKind::Vacant, format!("{name} resolves to no further engine"))
+            }
         })
     }
 
@@ -136,9 +138,8 @@ impl ReplicaSeat {
         let NamedEngines { name, table, .. } = &*self.replicas;
         let table = table.lock().await;
         let (left, seats) = (table.left_out(), table.seats.len());
-        (left > 0 && self.number == 0).then(|| {
-            format!("{name} resolves to {left} more engines than instances={seats}: raise it")
-        })
+        (left > 0 && self.number == 0)
+            .then(|| format!("{name} resolves to {left} more engines than instances={seats}: raise it"))
     }
 }
 

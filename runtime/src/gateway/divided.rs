@@ -193,7 +193,12 @@ impl Gateway {
         for &at in ends {
             if let Some(pause) = state.seats[at].hand_offs.failed(now, &fault) {
                 let engine = self.engine(at).name();
-                tracing::warn!(engine, cause, pause_s = pause.0, "hand-offs suspended after repeated failures");
+                tracing::warn!(
+                    engine,
+                    cause,
+                    pause_s = pause.0,
+                    "hand-offs suspended after repeated failures"
+                );
             }
         }
     }

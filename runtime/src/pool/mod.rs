@@ -454,11 +454,7 @@ impl State {
         let Some(why) = self.ssd.as_ref().and_then(|ssd| ssd.frames.access.out()) else { return false };
         let Some(ssd) = self.ssd.take() else { return false };
         let blocks = ssd.hashes();
-        tracing::warn!(
-            why,
-            blocks = blocks.len(),
-            "the KV pool's disk is out; its blocks are recomputed"
-        );
+        tracing::warn!(why, blocks = blocks.len(), "the KV pool's disk is out; its blocks are recomputed");
         blocks.into_iter().for_each(|hash| self.events.add(hash, Tier::Ssd, false));
         self.counts.ssd_out = Some(why);
         self.counts.ssd_outages += 1;
