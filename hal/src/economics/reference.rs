@@ -6,13 +6,13 @@ use crate::units::UsdPerHour;
 /// Who offers a part at its built-in price.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PriceSupport {
-    /// So many providers other than aws, azure and gcp, beside marketplaces.
+    /// This many providers other than aws, azure and gcp, beside marketplaces.
     Clouds(u32),
     /// Only aws, azure or gcp.
     Hyperscalers,
     /// Only marketplaces, on which single owners rent out what they have.
     Marketplaces,
-    /// Nobody: a paper's estimate.
+    /// None: a paper estimates the price.
     Estimate,
 }
 

@@ -1,4 +1,4 @@
-//! Implements `mixfleet fit`: which models a device holds, in which formats, and how fast it would serve them.
+//! Implements `mixfleet fit`: which models a device holds, in which formats, and their predicted speed.
 
 use crate::failure::UsageError;
 use crate::{backends, model_shape, profile, profiles, screen};

@@ -32,7 +32,7 @@ fn a_24_gb_card_holds_8b_in_bf16_and_70b_in_nothing() {
     let room = document["memory_bytes"].as_f64().expect("bytes") * document["memory_share"].as_f64().unwrap();
     assert_eq!(small["kv_tokens"].as_f64().unwrap(), ((room - weights) / 131_072.0).floor());
     assert!((weights / 16.06e9 - 1.0).abs() < 0.01, "{weights}");
-    // decode reads all weights but the embedding's 1.05 GB for a token, at no more than the datasheet's 1,008 GB/s
+    // decode reads all weights but the embedding's 1.05 GB for a token, at 1,008 GB/s at most (datasheet)
     let rate = small["decode_tokens_per_s"].as_f64().expect("a rate");
     let roof = 1008e9 / (weights - 1.05e9);
     assert!(rate < roof && rate > 0.7 * roof, "{rate} tokens/s, and the roof is {roof}");

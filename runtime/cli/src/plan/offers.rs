@@ -27,7 +27,7 @@ pub(super) struct PlanOffers {
     pub(super) without_offer: Vec<String>,
     /// Parts with an offer but without published kernel times, not named in --parts.
     pub(super) without_kernels: Vec<String>,
-    /// Parts whose built-in price no provider lists, and which nobody named.
+    /// Parts whose built-in price no provider lists, unless --parts names them.
     pub(super) unlisted: Vec<String>,
     pub(super) warnings: Vec<String>,
 }
