@@ -4,7 +4,7 @@ mod dense;
 mod mixtures;
 
 use crate::cost::{Experts, LatentAttention, LinearAttention, ModelShape, ParameterCount};
-use crate::layers::LayerStyle;
+use crate::layers::{LayerRope, LayerStyle, NormPlacement};
 use mixfleet_hal::catalog::closest_names;
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{DType, StoredAs, WeightFormat};
@@ -120,12 +120,9 @@ impl KnownModel {
 
 /// Known models that this project's runtime does not serve, and why.
 const UNSERVED: &[(&str, &str)] = &[
-    ("gemma-3-12b", "its layers have further norms and another activation"),
-    ("gemma-3-27b", "its layers have further norms and another activation"),
     ("llama-4-maverick", "its windows are chunks, and some layers have no positions"),
     ("llama-4-scout", "its windows are chunks, and some layers have no positions"),
     ("minimax-m2.5", "it normalises queries and keys over all heads"),
-    ("phi-4", "its checkpoint has projections in one matrix"),
     ("qwen3-next-80b-a3b", "it has linear attention"),
     ("qwen3.5-35b-a3b", "it has linear attention"),
     ("qwen3.5-397b-a17b", "it has linear attention"),
@@ -160,6 +157,22 @@ impl KnownModel {
         self.shape(stored.plain()).stored_as(stored.format()).with_kv(stored.kv())
     }
 
+    /// The layers' style: that of Gemma 3, or of Llama.
+    fn style(&self) -> LayerStyle {
+        if !self.repository.starts_with("google/gemma-3") {
+            return LayerStyle::default();
+        }
+        let is_windowed = |layer: u32| self.windows.is_some_and(|of| !(layer + 1).is_multiple_of(of.period));
+        let rope = |layer| if is_windowed(layer) { LayerRope::Second } else { LayerRope::Main };
+        LayerStyle {
+            norms: NormPlacement::Around,
+            gelu: true,
+            scaled_embedding: true,
+            ropes: (0..self.layers).map(rope).collect(),
+            ..LayerStyle::default()
+        }
+    }
+
     /// The model's shape with weights, activations and KV in `dtype`; of 8-bit floats, only the matrices of
     /// the layers and KV.
     pub fn shape(&self, dtype: DType) -> ModelShape {
@@ -188,7 +201,7 @@ impl KnownModel {
             // rotating part of a head costs as much as all of it, within the precision of any profile
             rotary: None,
             sinks: false,
-            style: LayerStyle::default(),
+            style: self.style(),
             format,
             experts: self.experts,
             latent: self.latent,

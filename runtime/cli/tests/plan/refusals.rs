@@ -43,7 +43,7 @@ fn mistakes_are_usage_errors_that_say_what_to_do() {
         words
     };
     fails(&run(&but(2, "llama-9"), &[]), 2, &["--model"]);
-    fails(&run(&but(2, "gemma-3-12b"), &[]), 2, &["--model", "does not serve gemma-3-12b", "--engine"]);
+    fails(&run(&but(2, "llama-4-scout"), &[]), 2, &["--model", "does not serve llama-4-scout", "--engine"]);
     fails(&run(&but(14, "RTX-4091"), &[]), 2, &["--parts", "closest: RTX-4090"]);
     fails(&run(&but(4, "0"), &[]), 2, &["--rate"]);
     fails(&run(&but(10, "-1"), &[]), 2, &["--ttft"]);
