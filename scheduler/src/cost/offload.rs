@@ -190,7 +190,7 @@ impl MemberShare {
     }
 
     /// Its operations of a mixed step of a model of this shape, as [`ModelShape::step_ops`] has them for the
-    /// whole model: only the first of the members that share layers adds to the residual, and only one member
+    /// whole model. Only the first of the members that share layers adds to the residual, and only one member
     /// draws. If pages are divided, an attention member has the sequences that are whole on it.
     pub fn step_ops(&self, shape: &ModelShape, parts: &[Prefill], batch: u32, kv_tokens: u64) -> OpCounts {
         let part = StagePart {
