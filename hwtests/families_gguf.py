@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3-moe", "mixtral", "phi3", "phi4-mini", "smollm3", "granite", "granite-tied",
+FAMILIES = ["llama", "qwen2", "qwen3", "mixtral", "phi3", "phi4-mini", "smollm3", "granite", "granite-tied",
             "olmo2", "olmo3", "olmoe", "glm4", "exaone4"]
 
 

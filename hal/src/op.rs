@@ -239,8 +239,8 @@ pub enum OpSig {
         /// Dtype of all three.
         x: DType,
     },
-    /// `out = gelu(gate) * up` in the form with tanh (Hendrycks & Gimpel 2016; Gemma): `gate / (1 + exp(-2 z))
-    /// * up` with `z = sqrt(2 / pi) (gate + 0.044715 gate^3)`. `gate`, `up`, `out [elements]`.
+    /// `out = gate * up / (1 + exp(-2 z))` with `z = sqrt(2 / pi) (gate + 0.044715 gate^3)`: GELU in the form
+    /// with tanh (Hendrycks & Gimpel 2016; Gemma). `gate`, `up`, `out [elements]`.
     GeluMul {
         /// Elements.
         elements: u64,

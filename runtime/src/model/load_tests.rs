@@ -205,7 +205,10 @@ fn assert_placed(checkpoint: &Checkpoint, device: &dyn Device) -> Weights {
         };
         let part = |weight, name: &str| optional(weight, true, name);
         let c = &checkpoint.config;
-        part(Weight::AttnNorm, "input_layernorm.weight");
+        for norm in [Weight::AttnNorm, Weight::AttnPostNorm, Weight::MlpNorm, Weight::MlpPostNorm] {
+            let name = c.layout.norms.name(norm);
+            optional(norm, name.is_some(), name.unwrap_or("(no norm)"));
+        }
         match &c.latent {
             None => {
                 part(Weight::Q, "self_attn.q_proj.weight");
@@ -231,7 +234,6 @@ fn assert_placed(checkpoint: &Checkpoint, device: &dyn Device) -> Weights {
         optional(Weight::OBias, c.o_bias, "self_attn.o_proj.bias");
         optional(Weight::QNorm, c.qk_norm, "self_attn.q_norm.weight");
         optional(Weight::KNorm, c.qk_norm, "self_attn.k_norm.weight");
-        part(Weight::MlpNorm, "post_attention_layernorm.weight");
         let mlp = |there: bool, stem: &str| {
             optional(Weight::Gate, there, &format!("{stem}.gate_proj.weight"));
             optional(Weight::Up, there, &format!("{stem}.up_proj.weight"));

@@ -299,7 +299,7 @@ fn stages_give_the_oracles_logits_however_steps_are_cut_and_the_same_bits_twice(
 }
 
 #[test]
-fn families_with_norms_over_all_heads_are_divided_in_stages_alone() {
+fn norms_over_all_heads_are_divided_in_stages_alone() {
     let mut refused = 0;
     for (name, checkpoint) in styled_variants() {
         let checkpoint = checkpoint.load().unwrap();

@@ -258,7 +258,11 @@ fn family_fields(
             (model_type, fields)
         }
         "olmo2" if window.is_some() => {
-            ("olmo3", json!({"sliding_window": window, "layer_types": layer_types(keys)?}))
+            let theta = keys.float("rope.freq_base")?.unwrap_or(10_000.0);
+            let types = layer_types(keys)?;
+            let fields =
+                json!({"sliding_window": window, "layer_types": types, "rope_local_base_freq": theta});
+            ("olmo3", fields)
         }
         // llama.cpp takes windows for those of the model of 64 layers alone
         "exaone4" => {
