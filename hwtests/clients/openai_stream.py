@@ -59,11 +59,60 @@ def complete(client, model):
     check(answer.usage.completion_tokens == 32, f"{answer.usage}")
 
 
+def tell_prompt(client, model):
+    """As the lm-eval package asks for the likelihood of a text."""
+    fields = {"prompt": "The fleet is", "echo": True, "logprobs": 1, "temperature": 0, "seed": 1}
+    answer = client.completions.create(model=model, max_tokens=1, **fields)
+    told, prompt_tokens = answer.choices[0].logprobs, answer.usage.prompt_tokens
+    check(answer.choices[0].text.startswith("The fleet is"), f"no echo: {answer.choices[0].text!r}")
+    check(told.token_logprobs[0] is None, "the first token has a log-probability")
+    lengths = [len(told.tokens), len(told.token_logprobs), len(told.top_logprobs), len(told.text_offset)]
+    check(all(length >= prompt_tokens for length in lengths), f"lengths {lengths} of {prompt_tokens} tokens")
+    check(all(value < 0 for value in told.token_logprobs[1:prompt_tokens]), f"{told.token_logprobs}")
+    nothing = client.completions.create(model=model, max_tokens=0, **fields)
+    check(nothing.usage.completion_tokens == 0, f"{nothing.usage}")
+    check(len(nothing.choices[0].logprobs.tokens) == prompt_tokens, "the prompt alone")
+
+
+def respond(client, model):
+    schema = {
+        "type": "object", "properties": {"count": {"enum": [1, 2]}}, "required": ["count"],
+        "additionalProperties": False, "x-guidance": {"whitespace_flexible": False},
+    }
+    form = {"format": {"type": "json_schema", "name": "pool", "schema": schema}}
+    fields = {"model": model, "instructions": "Be brief.", "max_output_tokens": 64, "temperature": 0}
+    history = [
+        {"role": "user", "content": "How many?"},
+        {"type": "function_call", "call_id": "c1", "name": "count", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "2"},
+    ]
+    for conversation in ("How many?", history[:1]):
+        whole = client.responses.create(input=conversation, text=form, **fields)
+        check(whole.status == "completed" and whole.store is False, f"{whole.status}, store {whole.store}")
+        check(whole.output_text in ('{"count":1}', '{"count":2}'), f"{whole.output_text!r}")
+        check(whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens, f"{whole.usage}")
+    with client.responses.stream(input="How many?", text=form, **fields) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    check(kinds[:2] == ["response.created", "response.in_progress"], f"{kinds}")
+    check(kinds[-1] == "response.completed" and "response.output_text.delta" in kinds, f"{kinds}")
+    check(final.output_text == whole.output_text, f"{final.output_text!r}, not {whole.output_text!r}")
+    cut = client.responses.create(input="How many?", **{**fields, "max_output_tokens": 1}, extra_body={"ignore_eos": True})
+    check(cut.incomplete_details.reason == "max_output_tokens", f"{cut.incomplete_details}")
+    for refused in ({"previous_response_id": "resp_1"}, {"store": True}, {"background": True}):
+        try:
+            client.responses.create(input=history, **fields, **refused)
+        except openai.BadRequestError as error:
+            check(error.param in refused, f"{refused}: {error.param}")
+        else:
+            sys.exit(f"FAILED: {refused} was accepted")
+
+
 def refuse(client, model):
     cases = [
         (openai.NotFoundError, "model_not_found", {"model": model + "-other"}),
         (openai.BadRequestError, "context_length_exceeded", {"max_tokens": 2_000_000_000}),
-        (openai.BadRequestError, "unsupported_parameter", {"logit_bias": {"5": 1}}),
+        (openai.BadRequestError, "unsupported_parameter", {"suffix": "x"}),
         (openai.BadRequestError, "invalid_value", {"temperature": 9}),
     ]
     for kind, code, fields in cases:
@@ -92,6 +141,8 @@ def main():
     check(whole.choices[0].finish_reason in ("stop", "length"), "a whole answer has a finish_reason")
     check_usage(whole.usage, "chat")
     complete(client, model)
+    tell_prompt(client, model)
+    respond(client, model)
     refuse(client, model)
     print(f"ok: openai {openai.__version__}, {usage.completion_tokens} tokens streamed: {text!r}")
 

@@ -50,6 +50,13 @@ pub enum Grammar {
     Regex(Arc<str>),
     /// A text of a grammar in llguidance's variant of Lark.
     Lark(Arc<str>),
+    /// Any text, or one that is of a grammar in Lark's form from where a mark begins, with which it begins.
+    Begun {
+        /// The mark.
+        mark: Arc<str>,
+        /// The grammar.
+        lark: Arc<str>,
+    },
 }
 
 impl Grammar {
@@ -59,10 +66,17 @@ impl Grammar {
         Grammar::Regex(format!("({})", escaped.join("|")).into())
     }
 
+    /// Whether an answer may do without it.
+    pub fn is_optional(&self) -> bool {
+        matches!(self, Grammar::Begun { .. })
+    }
+
     /// Its text.
     pub fn text(&self) -> &Arc<str> {
-        let (Grammar::JsonSchema(text) | Grammar::Regex(text) | Grammar::Lark(text)) = self;
-        text
+        match self {
+            Grammar::JsonSchema(text) | Grammar::Regex(text) | Grammar::Lark(text) => text,
+            Grammar::Begun { lark, .. } => lark,
+        }
     }
 }
 
@@ -155,7 +169,7 @@ impl Grammars {
             Err(GrammarError::Refused(cause)) => self.remember(grammar, client.party, Err(cause.clone())),
             Err(GrammarError::Busy(_)) => {}
         }
-        compiled.map(|charged| self.run(charged, end_ids))
+        compiled.map(|charged| self.run(charged, grammar, end_ids))
     }
 
     /// Like [`begin`](Self::begin), but only if the result is known already: it never blocks for long.
@@ -170,7 +184,7 @@ impl Grammars {
         let entry = known.remove(at)?;
         let outcome = entry.outcome.clone();
         known.push_front(entry);
-        Some(outcome.map(|charged| self.run(charged, end_ids)))
+        Some(outcome.map(|charged| self.run(charged, grammar, end_ids)))
     }
 
     /// Like [`begin`](Self::begin), for an instance: on one of a few separate threads. A grammar that cannot
@@ -216,8 +230,20 @@ impl Grammars {
         receiver.await.unwrap_or_else(|_| Err(GrammarError::Busy("it could not be compiled".into())))
     }
 
-    fn run(&self, Charged { compiled, held }: Charged, end_ids: &Arc<[u32]>) -> GrammarRun {
-        GrammarRun { compiled, held, vocab: self.vocab, end_ids: end_ids.clone(), followed: 0, looked_at: 0 }
+    fn run(&self, charged: Charged, grammar: &Grammar, end_ids: &Arc<[u32]>) -> GrammarRun {
+        let Charged { compiled, held } = charged;
+        let lead = match grammar {
+            Grammar::Begun { mark, .. } => Some(GrammarLead {
+                mark: mark.clone(),
+                tokenizer: self.tokenizer.clone(),
+                scanned: 0,
+                begun_at: None,
+                is_lost: false,
+            }),
+            _ => None,
+        };
+        let (vocab, end_ids) = (self.vocab, end_ids.clone());
+        GrammarRun { compiled, held, vocab, end_ids, lead, followed: 0, looked_at: 0 }
     }
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<Known>> {
@@ -310,6 +336,8 @@ pub struct GrammarRun {
     held: Arc<Mutex<HeldBytes>>,
     vocab: u32,
     end_ids: Arc<[u32]>,
+    /// What comes before the grammar, if something may.
+    lead: Option<GrammarLead>,
     /// Number of tokens of the answer that were followed.
     followed: usize,
     /// Number of tokens at which the lexer's memory was looked at.
@@ -322,7 +350,20 @@ impl GrammarRun {
     /// # Errors
     /// When a token is not of the grammar, or the parser gives up.
     pub fn follow(&mut self, output: &[u32]) -> Result<(), String> {
-        self.compiled.follow(output.get(self.followed..).unwrap_or_default())?;
+        let from = match &mut self.lead {
+            None => 0,
+            Some(lead) => match lead.begin(output) {
+                Some(at) => at,
+                None => return Ok(()),
+            },
+        };
+        let followed = self.compiled.follow(output.get(self.followed.max(from)..).unwrap_or_default());
+        if let (Err(_), Some(lead)) = (&followed, &mut self.lead) {
+            // the tokens of the mark went on otherwise: the answer is free
+            lead.is_lost = true;
+            return Ok(());
+        }
+        followed?;
         self.followed = output.len();
         if self.followed >= self.looked_at + GROWTH_TOKENS {
             self.looked_at = self.followed;
@@ -343,12 +384,58 @@ impl GrammarRun {
     /// # Errors
     /// When the parser gives up.
     pub fn forbidden(&mut self) -> Result<Vec<u32>, String> {
+        if self.lead.as_ref().is_some_and(|lead| lead.is_lost || lead.begun_at.is_none()) {
+            return Ok(Vec::new());
+        }
         let mut mask = self.compiled.mask()?;
         if mask.is_allowed(self.vocab) {
             let known = self.end_ids.iter().filter(|id| **id < self.vocab);
             known.for_each(|id| mask.allow_token(*id));
         }
         Ok((0..self.vocab).filter(|id| !mask.is_allowed(*id)).collect())
+    }
+}
+
+/// Looks for the mark with which a grammar begins.
+struct GrammarLead {
+    mark: Arc<str>,
+    tokenizer: Tokenizer,
+    /// Number of tokens that were looked at.
+    scanned: usize,
+    /// The token with which the mark begins.
+    begun_at: Option<usize>,
+    /// Whether the answer did not go on as the grammar does.
+    is_lost: bool,
+}
+
+impl GrammarLead {
+    /// Where the grammar begins in `output`, the whole answer so far: at a token that begins the mark.
+    fn begin(&mut self, output: &[u32]) -> Option<usize> {
+        if self.is_lost {
+            return None;
+        }
+        if self.begun_at.is_none() {
+            let from = self.scanned.saturating_sub(self.mark.len());
+            self.begun_at = (from..output.len()).find(|start| self.stands_at(&output[*start..]));
+            self.scanned = output.len();
+        }
+        self.begun_at
+    }
+
+    fn stands_at(&self, tokens: &[u32]) -> bool {
+        let mut rest = self.mark.as_bytes();
+        for id in tokens {
+            let word = self.tokenizer.token_bytes(*id);
+            let common = rest.len().min(word.len());
+            if word[..common] != rest[..common] {
+                return false;
+            }
+            rest = &rest[common..];
+            if rest.is_empty() {
+                return true;
+            }
+        }
+        false
     }
 }
 

@@ -254,3 +254,25 @@ fn a_party_has_half_of_the_memory_of_grammars() {
     drop(of_party(&grammars, "a", 5).unwrap());
     assert!(grammars.memory.left() < COMPILED_BYTES_MAX, "compiled grammars stay charged");
 }
+
+#[test]
+fn a_grammar_that_begins_with_a_mark_leaves_the_text_before_it_free() {
+    let tokenizer = crate::model::builtin::tokenizer().unwrap();
+    let vocab = u32::try_from(tokenizer.vocab()).unwrap();
+    let grammars = Grammars::new(tokenizer.clone(), vocab, None);
+    let party = Party::Tenant("a".into());
+    let client = GrammarClient { party: &party, stopped: &|| false };
+    let grammar = Grammar::Begun { mark: "<c>".into(), lark: "start: \"<c>\" /[0-9]+/ \"</c>\"".into() };
+    let mut run = grammars.begin(&grammar, &[1].into(), client).unwrap();
+    let ids = |text: &str| tokenizer.encode_chat(text).unwrap();
+    run.follow(&ids("see <x> and <c")).unwrap();
+    assert_eq!(run.forbidden().unwrap(), Vec::<u32>::new());
+    let called = ids("see <x> and <c>");
+    run.follow(&called).unwrap();
+    let forbidden = run.forbidden().unwrap();
+    assert!(!forbidden.contains(&ids("7")[0]) && forbidden.contains(&ids("a")[0]), "{forbidden:?}");
+    // what goes on otherwise is free again, and nothing fails
+    let mut other = grammars.begin(&grammar, &[1].into(), client).unwrap();
+    other.follow(&ids("<c>a")).unwrap();
+    assert_eq!(other.forbidden().unwrap(), Vec::<u32>::new());
+}

@@ -194,6 +194,7 @@ fn tools_that_must_be_called_are_called_and_what_came_of_it_goes_back() {
         assert_eq!(status, 200, "{after}");
     }
     assert!(called > 2, "{called} of 12 answers called the tool");
+    streamed_calls_are_whole_ones_in_pieces(&server, &tool);
     let (status, plain) = ask(json!({"tool_choice": "none", "max_tokens": 4}));
     assert_eq!((status, &plain["choices"][0]["message"]["tool_calls"]), (200, &Value::Null), "{plain}");
     let (status, wrong) = ask(json!({"tool_choice": "required", "response_format": {"type": "json_object"}}));
@@ -204,6 +205,50 @@ fn tools_that_must_be_called_are_called_and_what_came_of_it_goes_back() {
         json!({"model": "mixfleet-random", "messages": [{"role": "user", "content": "a"}], "tools": [tool]});
     let (status, refused) = builtin.post("/v1/chat/completions", &body);
     assert_eq!((status, &refused["error"]["param"]), (400, &json!("tools")), "{refused}");
+}
+
+/// The same calls in a stream: the name first, and then the arguments as they are written.
+fn streamed_calls_are_whole_ones_in_pieces(server: &Server, tool: &Value) {
+    let mut body = json!({"model": "m", "messages": [{"role": "user", "content": "how is it?"}], "max_tokens": 150,
+        "tools": [tool], "tool_choice": "required", "parallel_tool_calls": false});
+    for seed in 0..4 {
+        body["seed"] = json!(seed);
+        body["stream"] = json!(false);
+        let (_, whole) = server.post("/v1/chat/completions", &body);
+        if whole["choices"][0]["finish_reason"] == "length" {
+            continue;
+        }
+        body["stream"] = json!(true);
+        let (status, stream) = server.call(
+            "POST",
+            "/v1/chat/completions",
+            "content-type: application/json\r\n",
+            &body.to_string(),
+        );
+        assert_eq!(status, 200, "{stream}");
+        let chunks = stream.lines().filter_map(|line| line.strip_prefix("data: ")?.parse::<Value>().ok());
+        let pieces: Vec<Value> = chunks
+            .map(|chunk| chunk["choices"][0]["delta"]["tool_calls"][0].clone())
+            .filter(|it| !it.is_null())
+            .collect();
+        let first = &pieces[0];
+        assert_eq!(
+            (&first["index"], &first["type"], &first["function"]["name"]),
+            (&json!(0), &json!("function"), &json!("weather"))
+        );
+        assert!(first["id"].is_string() && pieces.len() > 2, "{stream}");
+        assert!(
+            pieces[1..]
+                .iter()
+                .all(|piece| piece.get("id").is_none() && piece["function"].get("name").is_none())
+        );
+        let arguments: String =
+            pieces.iter().filter_map(|piece| piece["function"]["arguments"].as_str()).collect();
+        assert_eq!(
+            whole["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"], arguments,
+            "{stream}"
+        );
+    }
 }
 
 #[test]

@@ -45,6 +45,8 @@ impl TokenLogprobs {
 pub(crate) struct Delta {
     /// Text to send; often empty while a character, a stop string or a call may still be completed.
     pub(crate) text: String,
+    /// What the model thinks, where its format tells that apart.
+    pub(crate) thought: String,
     /// Calls of tools, whole or in pieces.
     pub(crate) calls: Vec<CallPiece>,
     /// Log-probabilities of the tokens that the update tells, if the request asked for them.
@@ -107,10 +109,11 @@ impl Choice {
         let Some(tools) = &mut self.setup.tools else {
             return Delta { text, logprobs, finish, ..Delta::default() };
         };
-        let ToolPieces { mut text, mut calls, ended } = tools.push(&text);
+        let ToolPieces { mut text, mut thought, mut calls, ended } = tools.push(&text);
         if finish.is_some() {
             let rest = tools.finish();
             text.push_str(&rest.text);
+            thought.push_str(&rest.thought);
             calls.extend(rest.calls);
         } else if ended {
             finish = Some(FinishReason::Stop);
@@ -118,7 +121,7 @@ impl Choice {
         if finish == Some(FinishReason::Stop) && tools.calls() > 0 {
             finish = Some(FinishReason::ToolCalls);
         }
-        Delta { text, calls, logprobs, prompt: None, finish }
+        Delta { text, thought, calls, logprobs, prompt: None, finish }
     }
 
     /// Applies the next update. A failure ends the answer.

@@ -186,6 +186,9 @@ fn callable(
         let hint = "a form of the answer beside 'tools' is not implemented";
         return Err(ApiError::unsupported("response_format", hint));
     }
+    if tools.is_auto() && !parameters.may_have_form(model) {
+        return Ok((Some((tools, style)), None));
+    }
     let is_special = |mark: &str| !model.text.special_places(mark).is_empty();
     parameters.format = tools.grammar(style, &is_special).map(|grammar| AnswerForm::new("tools", grammar));
     Ok((Some((tools, style)), None))

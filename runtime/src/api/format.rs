@@ -56,6 +56,11 @@ impl AnswerForm {
         Ok(found.pop())
     }
 
+    /// Whether an answer may do without it.
+    pub(crate) fn is_optional(&self) -> bool {
+        self.grammar.is_optional()
+    }
+
     /// Refuses a form of answers that never end; `ends` says whether a token ends them.
     pub(crate) fn check_end(&self, ends: bool) -> Result<(), ApiError> {
         if ends {

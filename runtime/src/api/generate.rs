@@ -10,12 +10,13 @@ use super::answer::{Answer, Choice, ChoiceSetup, TokenLogprobs, Usage};
 use super::errors::ApiError;
 use super::parameters::Parameters;
 use super::prompt_report::{PromptReader, PromptWishes};
-use super::responses::ResponseFrame;
+use super::responses::{self, ResponseFrame};
 use super::responses_shapes::{ResponseHead, ResponseStream};
 use super::shapes::{Collected, Endpoint, Head};
 use super::sse::{self, Stream};
 use super::tally::Tally;
 use super::text::TextModel;
+use super::tool_reader::ToolReader;
 use super::tools::Tools;
 use super::{Api, Seat, ServedModel};
 use crate::budget::{BudgetError, HeldBytes};
@@ -78,7 +79,11 @@ pub(crate) async fn respond(
     };
     let (stream, warning) = (plan.parameters.stream, plan.warning.clone());
     let form = plan.form(head);
-    let requests = requests(api, &model, &plan, &id, (&seat, Seconds(arrived_s), trace))?;
+    let requests = requests(api, &model, &plan, &id, (&seat, Seconds(arrived_s), trace));
+    let requests = requests.map_err(|error| match plan.endpoint {
+        Endpoint::Responses => responses::own_names(error),
+        _ => error,
+    })?;
     let tally = Tally::new(
         api.counted(),
         (plan.endpoint, plan.parameters.asked.tier.unwrap_or_default(), seat.tenant()),
@@ -204,6 +209,11 @@ fn requests(
 }
 
 impl Parameters {
+    /// Whether answers end once they have a form.
+    pub(crate) fn may_have_form(&self, model: &ServedModel) -> bool {
+        self.text.min_tokens == 0 && !end_ids(model, self).is_empty()
+    }
+
     /// Refuses a form if no token ends answers, or if answers must not end when they are complete.
     pub(crate) fn check_format_ends(&self, model: &ServedModel) -> Result<(), ApiError> {
         let Some(format) = &self.format else { return Ok(()) };
@@ -310,11 +320,18 @@ async fn submit(
 fn choice_setup(model: &ServedModel, plan: &Plan, prompt: usize) -> Result<ChoiceSetup, ApiError> {
     let (parameters, text) = (&plan.parameters, model.text.as_ref());
     let streams = parameters.stream.is_some();
-    let decoder = match &plan.tools {
+    // answers of gpt-oss are read as what they are, with tools and without
+    let harmony = Some(ToolStyle::Harmony).filter(|style| text.tool_style() == Some(*style));
+    let harmony =
+        harmony.filter(|_| plan.endpoint != Endpoint::Completions && !parameters.text.shows_specials);
+    let style = plan.tools.as_ref().map(|(_, style)| *style).or(harmony);
+    let decoder = match style {
         _ if parameters.text.shows_specials => text.decoder_with_specials(),
-        Some((_, style)) => text.decoder_showing(style.shown()),
+        Some(style) => text.decoder_showing(style.shown()),
         None => text.decoder(),
     };
+    let tools = plan.tools.as_ref().map(|(tools, style)| tools.reader(*style, streams));
+    let tools = tools.or_else(|| harmony.map(|style| ToolReader::new(style, Vec::new(), true, streams)));
     let reader = || {
         let (ids, written) = (plan.prompts[prompt].as_slice().into(), plan.prompt_texts.get(prompt));
         let written = written.and_then(Option::as_deref);
@@ -323,7 +340,7 @@ fn choice_setup(model: &ServedModel, plan: &Plan, prompt: usize) -> Result<Choic
     Ok(ChoiceSetup {
         decoder,
         rules: parameters.text.clone(),
-        tools: plan.tools.as_ref().map(|(tools, style)| tools.reader(*style, streams)),
+        tools,
         end_ids: end_ids(model, parameters),
         logprobs: plan.logprobs,
         prompt: plan.prompt_wishes.tells_prompt().then(reader).transpose()?,
@@ -348,9 +365,10 @@ async fn collect(
         let (index, delta) = step.map_err(ApiError::failure)?;
         let told = delta.logprobs.iter().chain(delta.prompt.iter().flatten());
         let logprobs_bytes: usize = told.map(TokenLogprobs::bytes).sum();
-        grow(&mut held, delta.text.len() + logprobs_bytes)?;
+        grow(&mut held, delta.text.len() + delta.thought.len() + logprobs_bytes)?;
         let choice = &mut choices[index];
         choice.text.push_str(&delta.text);
+        choice.thought.push_str(&delta.thought);
         delta.calls.into_iter().for_each(|piece| piece.add_to(&mut choice.calls));
         choice.logprobs.extend(delta.logprobs);
         choice.prompt = delta.prompt.or(choice.prompt.take());

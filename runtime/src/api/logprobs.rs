@@ -117,10 +117,10 @@ pub(crate) struct PromptLogprobs(Vec<Option<RankedMap>>);
 
 /// Tokens by id; the prompt's own comes first.
 #[derive(Debug)]
-struct RankedMap(Vec<(u32, RankedToken)>);
+struct RankedMap(Vec<(u32, PromptAlternative)>);
 
 #[derive(Debug, Serialize)]
-struct RankedToken {
+struct PromptAlternative {
     logprob: f32,
     /// From 1 for the likeliest token; unknown beyond the alternatives that were asked for.
     rank: Option<usize>,
@@ -137,7 +137,7 @@ impl RankedMap {
     fn new(entry: &TokenLogprobs, model: &dyn TextModel) -> Option<Self> {
         let logprobs = entry.logprobs.as_ref()?;
         let ranked = |id: u32, logprob: f32, rank: Option<usize>| {
-            (id, RankedToken { logprob: finite(logprob), rank, decoded_token: text(model, id) })
+            (id, PromptAlternative { logprob: finite(logprob), rank, decoded_token: text(model, id) })
         };
         let rank = logprobs.top.iter().position(|(id, _)| *id == entry.id).map(|at| at + 1);
         let mut map = vec![ranked(entry.id, logprobs.chosen, rank)];

@@ -29,7 +29,12 @@ pub(super) async fn answer(
     let gateway = match api.serving()? {
         Serving::Engines(gateway) => gateway,
         Serving::Model(_) => {
-            let message = format!("{} is answered only by engines of others (--worker-engine)", path.path());
+            let why = match path {
+                PassedPath::Embeddings => "this model generates text and has no embeddings; ",
+                PassedPath::Responses => "",
+            };
+            let path = path.path();
+            let message = format!("{why}{path} is answered only by engines of others (--worker-engine)");
             return Err(ApiError::not_found(message));
         }
     };

@@ -1,5 +1,5 @@
-//! What an answer says of its prompt: the text (`echo`), and log-probabilities of its tokens, as the `lm-eval`
-//! package and others read them.
+//! What an answer says of its prompt: the text (`echo`), and log-probabilities of its tokens, as the package
+//! `lm-eval` and others read them.
 //!
 //! A prompt whose tokens need log-probabilities is submitted as its first token and the others forced behind
 //! it ([`GenerateRequest::forced_ids`](crate::request::GenerateRequest::forced_ids)): each is drawn, and told

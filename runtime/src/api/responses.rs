@@ -35,9 +35,10 @@ const REFUSED: &[(&str, &str)] = &[
 ];
 
 /// Names of a chat's fields, and those that they came from.
-const RENAMED: [(&str, &str); 5] = [
+const RENAMED: [(&str, &str); 6] = [
     ("messages", "input"),
     ("max_completion_tokens", "max_output_tokens"),
+    ("max_tokens", "max_output_tokens"),
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
@@ -80,9 +81,14 @@ pub(crate) fn plan(
     let logprobs = read(&mut fields, &mut chat)?;
     let body = chat.finish();
     let fields = Fields::parse(body.as_bytes())?;
-    let plan = chat::plan(fields, model, stopped).map_err(|error| error.renamed(&RENAMED))?;
+    let plan = chat::plan(fields, model, stopped).map_err(own_names)?;
     let response = Some(ResponseFrame { repeated, logprobs });
     Ok(Plan { endpoint: Endpoint::Responses, prompt_field: "input", response, ..plan })
+}
+
+/// An error about a field of the chat, about that which the client sent.
+pub(crate) fn own_names(error: ApiError) -> ApiError {
+    error.renamed(&RENAMED)
 }
 
 /// The body of a chat.

@@ -55,13 +55,12 @@ impl ResponseHead {
     /// The document of a response that is not streamed.
     pub(crate) fn whole(&self, answer: &Collected, usage: Usage, model: &dyn TextModel) -> String {
         let mut output = Vec::new();
+        if !answer.thought.is_empty() {
+            output.push(self.thought(0, &answer.thought, "completed"));
+        }
         if answer.calls.is_empty() || !answer.text.is_empty() {
-            output.push(self.message(
-                &answer.text,
-                &answer.logprobs,
-                ResponseStatus::of(answer.finish),
-                model,
-            ));
+            let status = ResponseStatus::of(answer.finish);
+            output.push(self.message(output.len(), &answer.text, &answer.logprobs, status, model));
         }
         for (index, call) in answer.calls.iter().enumerate() {
             output.push(self.call(index, &call.name, &call.arguments, "completed"));
@@ -115,8 +114,19 @@ impl ResponseHead {
         document
     }
 
+    fn thought(&self, index: usize, text: &str, status: &str) -> Value {
+        json!({
+            "type": "reasoning",
+            "id": self.item_id("rs", index),
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": text}],
+            "status": status,
+        })
+    }
+
     fn message(
         &self,
+        index: usize,
         text: &str,
         logprobs: &[TokenLogprobs],
         status: ResponseStatus,
@@ -124,7 +134,7 @@ impl ResponseHead {
     ) -> Value {
         json!({
             "type": "message",
-            "id": self.item_id("msg", 0),
+            "id": self.item_id("msg", index),
             "status": status.name(),
             "role": "assistant",
             "content": [self.part(text, logprobs, model)],
@@ -181,6 +191,7 @@ fn usage_body(usage: Usage) -> Value {
 
 /// An item of the output that is not complete.
 enum OpenItem {
+    Thought { text: String },
     Message { text: String, logprobs: Vec<TokenLogprobs> },
     Call { index: usize, name: String, arguments: String },
 }
@@ -270,7 +281,10 @@ impl ResponseStream {
     }
 
     fn add_delta(&mut self, delta: Delta) {
-        let Delta { text, calls, logprobs, finish, .. } = delta;
+        let Delta { text, thought, calls, logprobs, finish, .. } = delta;
+        if !thought.is_empty() {
+            self.add_thought(&thought);
+        }
         if !text.is_empty() || !logprobs.is_empty() && matches!(self.open, Some(OpenItem::Message { .. })) {
             self.add_text(&text, logprobs);
         }
@@ -292,14 +306,37 @@ impl ResponseStream {
     }
 
     fn open_message(&mut self) {
-        let mut item = self.head.message("", &[], ResponseStatus::InProgress, &*self.model);
+        let index = self.output.len();
+        let mut item = self.head.message(index, "", &[], ResponseStatus::InProgress, &*self.model);
         item["content"] = json!([]);
-        let (index, id) = (self.output.len(), item["id"].clone());
+        let id = item["id"].clone();
         self.add("response.output_item.added", json!({"output_index": index, "item": item}));
         let part = self.head.part("", &[], &*self.model);
         let place = json!({"item_id": id, "output_index": index, "content_index": 0, "part": part});
         self.add("response.content_part.added", place);
         self.open = Some(OpenItem::Message { text: String::new(), logprobs: Vec::new() });
+    }
+
+    fn add_thought(&mut self, more: &str) {
+        if !matches!(self.open, Some(OpenItem::Thought { .. })) {
+            self.close(ResponseStatus::Completed);
+            let index = self.output.len();
+            let mut item = self.head.thought(index, "", "in_progress");
+            item["content"] = json!([]);
+            self.add("response.output_item.added", json!({"output_index": index, "item": item}));
+            self.open = Some(OpenItem::Thought { text: String::new() });
+        }
+        let index = self.output.len();
+        let data = json!({
+            "item_id": self.head.item_id("rs", index),
+            "output_index": index,
+            "content_index": 0,
+            "delta": more,
+        });
+        self.add("response.reasoning_text.delta", data);
+        if let Some(OpenItem::Thought { text }) = &mut self.open {
+            text.push_str(more);
+        }
     }
 
     fn add_text(&mut self, more: &str, entries: Vec<TokenLogprobs>) {
@@ -309,7 +346,7 @@ impl ResponseStream {
         }
         let shown = self.head.entries(&entries, &*self.model);
         let data = json!({
-            "item_id": self.head.item_id("msg", 0),
+            "item_id": self.head.item_id("msg", self.output.len()),
             "output_index": self.output.len(),
             "content_index": 0,
             "delta": more,
@@ -350,8 +387,19 @@ impl ResponseStream {
         let index = self.output.len();
         let item = match self.open.take() {
             None => return,
+            Some(OpenItem::Thought { text }) => {
+                let item = self.head.thought(index, &text, status.name());
+                let done = json!({
+                    "item_id": item["id"],
+                    "output_index": index,
+                    "content_index": 0,
+                    "text": text,
+                });
+                self.add("response.reasoning_text.done", done);
+                item
+            }
             Some(OpenItem::Message { text, logprobs }) => {
-                let item = self.head.message(&text, &logprobs, status, &*self.model);
+                let item = self.head.message(index, &text, &logprobs, status, &*self.model);
                 let entries = self.head.entries(&logprobs, &*self.model);
                 let place = |more: Value| {
                     let mut place = json!({"item_id": item["id"], "output_index": index, "content_index": 0});

@@ -295,24 +295,29 @@ async fn planned(
     let bytes = held.bytes();
     let (plan, (seat, held)) = api.readers.run(bytes, party.clone(), (seat, held), read).await?;
     drop(held);
-    let plan = plan?;
-    let seat = check_grammar(api, model, &plan, party, seat).await?;
+    let mut plan = plan?;
+    let seat = check_grammar(api, model, &mut plan, party, seat).await?;
     Ok((plan, seat))
 }
 
-/// Has the grammar of a plan's answers compiled, on a thread that serves nobody else.
+/// Has the grammar of a plan's answers compiled, on a thread that serves nobody else. Answers do without one
+/// that they need not have.
 async fn check_grammar(
     api: &Api,
     model: &Arc<ServedModel>,
-    plan: &Plan,
+    plan: &mut Plan,
     party: Party,
     seat: Seat,
 ) -> Result<Seat, ApiError> {
     let Some(format) = plan.parameters.format.clone() else { return Ok(seat) };
-    let (model, owner) = (model.clone(), owner(seat.party()));
+    let (model, owner, is_optional) = (model.clone(), owner(seat.party()), format.is_optional());
     let check =
         move |stopped: Stopped<'_>| format.check_grammar(&model, GrammarClient { party: &owner, stopped });
     let (checked, seat) = api.compilers.run(NEVER_IN_PLACE, party, seat, check).await?;
+    if is_optional && checked.is_err() {
+        plan.parameters.format = None;
+        return Ok(seat);
+    }
     checked.map(|()| seat)
 }
 

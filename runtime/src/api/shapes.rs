@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::answer::{Delta, TokenLogprobs, Usage};
 use super::logprobs::{ChatLogprobs, PromptLogprobs, TextLogprobs};
 use super::text::TextModel;
-use super::tools::ToolCall;
+use super::tools::{CallPiece, ToolCall};
 use crate::model::CallIds;
 use crate::request::{FinishReason, ServiceTier};
 
@@ -63,6 +63,8 @@ pub(crate) struct Head {
 #[derive(Debug, Default)]
 pub(crate) struct Collected {
     pub(crate) text: String,
+    /// What the model thought, where its format tells that apart.
+    pub(crate) thought: String,
     pub(crate) calls: Vec<ToolCall>,
     pub(crate) logprobs: Vec<TokenLogprobs>,
     /// Log-probabilities of the prompt, if they are asked for.
@@ -101,6 +103,7 @@ impl Head {
                         content: (choice.calls.is_empty() || !choice.text.is_empty())
                             .then_some(&*choice.text),
                         refusal: None,
+                        reasoning_content: Some(&*choice.thought).filter(|thought| !thought.is_empty()),
                         tool_calls: self.calls(index, &choice.calls),
                     },
                     logprobs: with_logprobs.then(|| ChatLogprobs::new(&choice.logprobs, model)),
@@ -141,15 +144,21 @@ impl Head {
         }
     }
 
-    /// A chunk with calls of tools, or parts of them.
-    pub(crate) fn called(&self, index: usize, delta: &Delta, usage: Option<Option<Usage>>) -> String {
-        let bodies = delta.calls.iter().map(|piece| CallBody {
+    /// A chunk with what the model thinks.
+    pub(crate) fn thought(&self, index: usize, thought: &str, usage: Option<Option<Usage>>) -> String {
+        let delta = ChatDelta { reasoning_content: Some(thought), ..ChatDelta::default() };
+        self.chunk(vec![ChatChunkChoice { index, delta, logprobs: None, finish_reason: None }], usage)
+    }
+
+    /// A chunk with a part of a call.
+    pub(crate) fn called(&self, index: usize, piece: &CallPiece, usage: Option<Option<Usage>>) -> String {
+        let body = CallBody {
             index: piece.index,
             id: piece.name.as_ref().map(|name| self.call_id(index, piece.index, name)),
             kind: piece.name.as_ref().map(|_| "function"),
             function: FunctionBody { name: piece.name.as_deref(), arguments: &piece.arguments },
-        });
-        let delta = ChatDelta { tool_calls: bodies.collect(), ..ChatDelta::default() };
+        };
+        let delta = ChatDelta { tool_calls: vec![body], ..ChatDelta::default() };
         self.chunk(vec![ChatChunkChoice { index, delta, logprobs: None, finish_reason: None }], usage)
     }
 
@@ -277,6 +286,8 @@ struct ChatMessage<'a> {
     role: &'static str,
     content: Option<&'a str>,
     refusal: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_content: Option<&'a str>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     tool_calls: Vec<CallBody<'a>>,
 }
@@ -313,6 +324,8 @@ struct ChatDelta<'a> {
     role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     content: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_content: Option<&'a str>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     tool_calls: Vec<CallBody<'a>>,
 }

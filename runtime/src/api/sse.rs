@@ -64,11 +64,14 @@ impl Stream {
         {
             add(&opening, events);
         }
+        if !delta.thought.is_empty() {
+            add(&self.head.thought(index, &delta.thought, usage), events);
+        }
         if !delta.text.is_empty() || !delta.logprobs.is_empty() {
             add(&self.head.content(index, delta, usage, self.model.as_ref()), events);
         }
-        if !delta.calls.is_empty() {
-            add(&self.head.called(index, delta, usage), events);
+        for piece in &delta.calls {
+            add(&self.head.called(index, piece, usage), events);
         }
         if let Some(reason) = delta.finish {
             add(&self.head.closing(index, reason, usage), events);

@@ -5,6 +5,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
+use super::gemma_calls;
 use super::tool_schema::typed;
 use super::tools::ToolCall;
 use crate::model::ToolStyle;
@@ -36,6 +37,15 @@ pub(super) fn read(style: ToolStyle, text: &str, functions: &[CalledFunction]) -
     match style {
         ToolStyle::Tagged | ToolStyle::Bare { .. } | ToolStyle::Listed(_) => json_calls(text, functions),
         ToolStyle::Named => named_calls(text, functions),
+        ToolStyle::Gemma => gemma_calls::read(text, functions),
+        // read as it is written, in `harmony`
+        ToolStyle::Harmony => ReadCalls::Other,
+        ToolStyle::JsonInTag => match text.split_once('>') {
+            Some((name, arguments)) if !arguments.trim().is_empty() => {
+                object_call(name, arguments, functions)
+            }
+            _ => ReadCalls::Incomplete,
+        },
         ToolStyle::Pythonic { .. } => ReadCalls::of(PythonText { text, at: 0 }.calls(functions)),
         ToolStyle::KeysAndValues => keys_and_values(text, functions),
         ToolStyle::FunctionTags { .. } => {
@@ -74,6 +84,7 @@ fn known<'a>(name: &str, functions: &'a [CalledFunction]) -> Option<&'a CalledFu
 /// A call as a model writes it. Its arguments stay as they are written.
 #[derive(Deserialize)]
 struct CallText<'a> {
+    #[serde(alias = "tool_name")]
     name: String,
     #[serde(borrow)]
     arguments: Option<&'a RawValue>,

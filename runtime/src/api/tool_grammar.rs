@@ -5,7 +5,8 @@ use std::fmt::Write;
 
 use super::tool_bodies::CalledFunction;
 use super::tool_schema::arguments;
-use crate::model::ToolStyle;
+use crate::grammar::Grammar;
+use crate::model::{ListMarks, ToolStyle};
 
 /// A text without the tag that would end it.
 const TEXT: &str = r"/([^<]|<[^\/])*/";
@@ -29,6 +30,32 @@ pub(super) fn calls(
         grammar.push_str(&writer.call(rule, name, schema));
     }
     grammar
+}
+
+/// The same for answers that may call tools, from where a mark begins the first call; none where a style has
+/// no such mark.
+pub(super) fn begun_calls(
+    style: ToolStyle,
+    functions: &[&CalledFunction],
+    several: bool,
+    is_special: &dyn Fn(&str) -> bool,
+) -> Option<Grammar> {
+    let marks = style.marks();
+    let mark = match style {
+        ToolStyle::Tagged
+        | ToolStyle::KeysAndValues
+        | ToolStyle::FunctionTags { .. }
+        | ToolStyle::Invoked
+        | ToolStyle::InvokedDsml { .. }
+        | ToolStyle::JsonInTag
+        | ToolStyle::Gemma
+        | ToolStyle::Listed(ListMarks::Nemotron | ListMarks::Cohere) => marks.open,
+        ToolStyle::DeepSeek { .. } | ToolStyle::Kimi => marks.around.first()?,
+        _ => return None,
+    };
+    let in_grammar = !CallWriter { style, is_special }.mark(mark).is_empty();
+    let lark = || calls(style, functions, several, is_special).into();
+    in_grammar.then(|| Grammar::Begun { mark: mark.into(), lark: lark() })
 }
 
 struct CallWriter<'a> {
@@ -62,6 +89,9 @@ impl CallWriter<'_> {
             ToolStyle::Tagged | ToolStyle::KeysAndValues | ToolStyle::FunctionTags { .. } => {
                 (String::new(), "\"\\n\"".into(), String::new())
             }
+            ToolStyle::JsonInTag | ToolStyle::Gemma | ToolStyle::Harmony => {
+                (String::new(), String::new(), String::new())
+            }
             ToolStyle::Bare { .. } => (String::new(), "\";\"".into(), String::new()),
             ToolStyle::Named if !self.mark(marks.open).is_empty() => {
                 (String::new(), String::new(), String::new())
@@ -94,8 +124,12 @@ impl CallWriter<'_> {
         let json = format!("{rule}_json");
         let with_json = |parts: &[&str]| format!("{rule}: {}\n{json}: %json {schema}\n", parts.join(" "));
         let key = self.style.arguments();
+        let before = match self.style {
+            ToolStyle::Listed(ListMarks::Cohere) => "\"tool_call_id\": \"0\", \"tool_name\"",
+            _ => "\"name\"",
+        };
         let object =
-            [literal(&format!("{{\"name\": {}, \"{key}\": ", literal(name))), json.clone(), literal("}")];
+            [literal(&format!("{{{before}: {}, \"{key}\": ", literal(name))), json.clone(), literal("}")];
         let [head, middle, tail] = object.each_ref().map(String::as_str);
         let (open, close) = (self.mark(marks.open), self.mark(marks.close));
         match self.style {
@@ -144,6 +178,16 @@ impl CallWriter<'_> {
                     (literal(&format!("<parameter name=\"{argument}\">")), literal("</parameter>\n"))
                 })
             }
+            ToolStyle::JsonInTag => {
+                with_json(&[&literal(&format!("<function={name}>")), &json, &literal("</function>")])
+            }
+            ToolStyle::Harmony => {
+                let head = literal(&format!("commentary to=functions.{name} "));
+                let [channel, constrain, message] =
+                    ["<|channel|>", "<|constrain|>", "<|message|>"].map(|mark| self.mark(mark));
+                with_json(&[&channel, &head, &constrain, "\"json\"", &message, &json])
+            }
+            ToolStyle::Gemma => self.gemma(rule, name, schema),
             ToolStyle::InvokedDsml { .. } => self.dsml(rule, name, schema),
             ToolStyle::Pythonic { .. } => self.pythonic(rule, name, schema),
         }
@@ -187,6 +231,33 @@ impl CallWriter<'_> {
             let begin = format!("<｜DSML｜parameter name=\"{argument}\" string=\"{is_text}\">");
             (literal(&begin), literal("</｜DSML｜parameter>\n"))
         })
+    }
+
+    /// Arguments by name in Gemma's form, with JSON's numbers, lists and objects: those that must be there
+    /// and then any of the others, or at most one where none must.
+    fn gemma(&self, rule: &str, name: &str, schema: &Value) -> String {
+        let marks = self.style.marks();
+        let (open, close) = (self.mark(marks.open), self.mark(marks.close));
+        let quote = self.mark("<|\"|>");
+        let (mut required, mut others, mut values) = (Vec::new(), Vec::new(), String::new());
+        for (at, argument) in arguments(schema).into_iter().enumerate() {
+            let value = format!("{rule}_{at}");
+            let _ = match argument.is_text {
+                true => writeln!(values, "{value}: {quote} {TEXT} {quote}"),
+                false => writeln!(values, "{value}: %json {}", argument.schema),
+            };
+            let written = format!("{} {value}", literal(&format!("{}:", argument.name)));
+            if argument.is_required { required.push(written) } else { others.push(written) }
+        }
+        let inside = match (required.is_empty(), others.is_empty()) {
+            (true, true) => String::new(),
+            (true, false) => format!("({})?", others.join(" | ")),
+            (false, _) => {
+                let others: String = others.iter().map(|other| format!(" (\",\" {other})?")).collect();
+                format!("{}{others}", required.join(" \",\" "))
+            }
+        };
+        format!("{rule}: {open} {} {inside} \"}}\" {close}\n{values}", literal(&format!("call:{name}{{")))
     }
 
     /// Arguments by name, with JSON values, which Python's calls may have too: those that must be there

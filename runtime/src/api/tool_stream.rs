@@ -81,6 +81,11 @@ pub(super) fn begin(style: ToolStyle, text: &str, functions: &[CalledFunction]) 
                 None => return None,
             }
         }
+        ToolStyle::JsonInTag => {
+            let (name, rest) = text.split_once('>')?;
+            let at = rest.find('{').filter(|at| rest[..*at].trim().is_empty())?;
+            (name, text.len() - rest.len() + at)
+        }
         ToolStyle::Kimi => {
             let (id, rest) = text.split_once("<|tool_call_argument_begin|>")?;
             let name = id.rsplit_once(':').map_or(id, |(name, _)| name).trim();
@@ -96,7 +101,13 @@ pub(super) fn begin(style: ToolStyle, text: &str, functions: &[CalledFunction]) 
 /// The name in an object with a name and arguments that begins behind `from`, and where its arguments begin.
 fn json_head(text: &str, from: usize) -> Option<(&str, usize)> {
     let rest = after(&text[from..], "{")?;
-    let rest = after(after(after(rest, "\"name\"")?, ":")?, "\"")?;
+    // Command R writes an id before the name
+    let rest = match after(rest, "\"tool_call_id\"") {
+        Some(rest) => after(after(after(rest, ":")?, "\"")?.split_once('"')?.1, ",")?,
+        None => rest,
+    };
+    let named = after(rest, "\"name\"").or_else(|| after(rest, "\"tool_name\""))?;
+    let rest = after(after(named, ":")?, "\"")?;
     let (name, rest) = rest.split_once('"')?;
     let rest = after(rest, ",")?;
     let rest = after(rest, "\"arguments\"").or_else(|| after(rest, "\"parameters\""))?;
@@ -117,14 +128,14 @@ mod tests {
     fn a_call_begins_once_its_arguments_do() {
         let functions = [("look".to_owned(), serde_json::json!({}))];
         let at = |style, text: &str| begin(style, text, &functions).map(|begun| begun.at);
-        assert_eq!(at(ToolStyle::Tagged, "\n{\"name\": \"look\", \"arguments\": {"), Some(32));
+        assert_eq!(at(ToolStyle::Tagged, "\n{\"name\": \"look\", \"arguments\": {"), Some(31));
         assert_eq!(at(ToolStyle::Tagged, "\n{\"name\": \"look\", \"arguments\": "), None);
         assert_eq!(at(ToolStyle::Tagged, "{\"name\": \"look\", \"arguments\": \"{"), None, "read as a whole");
         assert_eq!(at(ToolStyle::Tagged, "{\"name\": \"lock\", \"arguments\": {"), None, "no such tool");
         assert_eq!(at(ToolStyle::Named, "look[ARGS]{"), Some(10));
         assert_eq!(
             at(ToolStyle::DeepSeek { fenced: true }, "function<｜tool▁sep｜>look\n```json\n{"),
-            Some(43)
+            Some(39)
         );
         assert_eq!(at(ToolStyle::Kimi, "functions.look:0<|tool_call_argument_begin|>{"), Some(44));
         assert_eq!(at(ToolStyle::Invoked, "<invoke name=\"look\">"), None);

@@ -84,17 +84,23 @@ impl Tools {
         Ok(Some(Tools { given, functions, choice, parallel }))
     }
 
-    /// What an answer must be so that it calls what it must; none if it need not call anything.
-    /// `is_special` says whether a mark is a token of its own.
+    /// What an answer must be so that it calls what it must, or what a call must be once it has begun, where
+    /// the style tells that. `is_special` says whether a mark is a token of its own.
     pub(crate) fn grammar(&self, style: ToolStyle, is_special: &dyn Fn(&str) -> bool) -> Option<Grammar> {
         let named = |name: &str| matches!(&self.choice, ToolChoice::Named(wanted) if wanted == name);
         let may = |name: &str| self.choice == ToolChoice::Required || named(name);
-        let called: Vec<&CalledFunction> = self.functions.iter().filter(|(name, _)| may(name)).collect();
-        if called.is_empty() {
-            return None;
+        if self.choice == ToolChoice::Auto {
+            let called: Vec<&CalledFunction> = self.functions.iter().collect();
+            return tool_grammar::begun_calls(style, &called, self.parallel, is_special);
         }
+        let called: Vec<&CalledFunction> = self.functions.iter().filter(|(name, _)| may(name)).collect();
         let several = self.parallel && self.choice == ToolChoice::Required;
         Some(Grammar::Lark(tool_grammar::calls(style, &called, several, is_special).into()))
+    }
+
+    /// Whether the model decides.
+    pub(crate) fn is_auto(&self) -> bool {
+        self.choice == ToolChoice::Auto
     }
 
     /// Reads the calls of one answer; in pieces where it is streamed.
@@ -251,6 +257,8 @@ impl CallPiece {
 pub(crate) struct ToolPieces {
     /// Text that belongs to no call.
     pub(crate) text: String,
+    /// What the model thinks, where its format tells that apart.
+    pub(crate) thought: String,
     pub(crate) calls: Vec<CallPiece>,
     /// Whether the answer ends here, since it may have no further call.
     pub(crate) ended: bool,

@@ -3,7 +3,7 @@ use crate::model::ListMarks;
 use proptest::prelude::*;
 
 const BARE: ToolStyle = ToolStyle::Bare { parameters: true };
-const STYLES: [ToolStyle; 18] = [
+const STYLES: [ToolStyle; 23] = [
     ToolStyle::Tagged,
     BARE,
     ToolStyle::Bare { parameters: false },
@@ -22,6 +22,11 @@ const STYLES: [ToolStyle; 18] = [
     ToolStyle::DeepSeek { fenced: true },
     ToolStyle::DeepSeek { fenced: false },
     ToolStyle::Kimi,
+    ToolStyle::Listed(ListMarks::Cohere),
+    ToolStyle::Listed(ListMarks::Functools),
+    ToolStyle::JsonInTag,
+    ToolStyle::Gemma,
+    ToolStyle::Harmony,
 ];
 
 fn parse(body: &Value) -> Result<Option<Tools>, ApiError> {
@@ -140,8 +145,13 @@ proptest! {
 #[test]
 fn what_must_be_called_is_a_grammar_and_the_rest_is_not() {
     let grammar = |further: Value, style| tools(&further).grammar(style, &|_| false);
-    assert_eq!(grammar(json!({}), ToolStyle::Tagged), None);
-    assert_eq!(grammar(json!({"tool_choice": "auto"}), BARE), None);
+    assert_eq!(grammar(json!({"tool_choice": "auto"}), BARE), None, "calls have no mark");
+    for (style, begins) in
+        [(ToolStyle::Tagged, "<tool_call>"), (ToolStyle::Kimi, "<|tool_calls_section_begin|>")]
+    {
+        let Some(Grammar::Begun { mark, lark }) = grammar(json!({}), style) else { panic!("no grammar") };
+        assert!(&*mark == begins && lark.contains("add") && lark.contains("look"), "{mark}: {lark}");
+    }
     assert_eq!(parse(&json!({"tools": [tool("a")], "tool_choice": "none"})).unwrap(), None);
     assert_eq!(parse(&json!({"tools": [], "parallel_tool_calls": true})).unwrap(), None);
     let named = json!({"tool_choice": {"type": "function", "function": {"name": "add"}}});
@@ -218,6 +228,10 @@ fn written(style: ToolStyle) -> String {
             "<|python_tag|>{\"name\": \"look\", \"parameters\": {\"x\": 1}}; {\"name\": \"add\", \"parameters\": {}}"
         }
         ToolStyle::Bare { parameters: false } => "{\"name\": \"look\", \"arguments\": {\"x\": 1}}\n{\"name\": \"add\"}",
+        ToolStyle::Listed(ListMarks::Cohere) => "<|START_ACTION|>[\n    {\"tool_call_id\": \"0\", \"tool_name\": \"look\", \"parameters\": {\"x\": 1}},\n    {\"tool_call_id\": \"1\", \"tool_name\": \"add\", \"parameters\": {}}\n]<|END_ACTION|>",
+        ToolStyle::JsonInTag => "<function=look>{\"x\": 1}</function><function=add>{}</function>",
+        ToolStyle::Gemma => "<|tool_call>call:look{x:1}<tool_call|><|tool_call>call:add{}<tool_call|>",
+        ToolStyle::Harmony => "<|channel|>commentary to=functions.look <|constrain|>json<|message|>{\"x\": 1}<|call|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}<|call|>",
         ToolStyle::Listed(marks) => {
             let (open, close) = (style.marks().open, style.marks().close);
             let list = "[{\"name\": \"look\", \"arguments\": {\"x\": 1}}, {\"name\": \"add\", \"arguments\": {}}]";
@@ -257,6 +271,9 @@ fn calls_of_every_style_are_read_whole_and_in_pieces() {
         let letters: Vec<&str> = letters.iter().map(String::as_str).collect();
         assert_eq!(read(&all, style, &letters), (said, calls), "{style:?} by letters");
         assert_eq!(read(&one, style, &letters).1.len(), 1, "{style:?}");
+        if style == ToolStyle::Harmony {
+            continue;
+        }
         // text before a call, where a mark tells them apart
         if text.starts_with(['<', '[']) && text.starts_with(style.marks().open) {
             let (said, calls) = read(&all, style, &[&format!("I look.\n{text}")]);

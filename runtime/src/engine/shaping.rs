@@ -3,7 +3,7 @@
 //! log-probabilities.
 
 use super::compiled::BegunGrammar;
-use crate::grammar::GrammarRun;
+use crate::grammar::{Grammar, GrammarRun};
 use crate::request::{AnswerMinimum, GenerateRequest};
 use crate::sampling::Penalties;
 use std::sync::Arc;
@@ -34,6 +34,9 @@ impl Shaping {
     /// What changes the logits of a request whose output is empty; none if nothing does. `begun` is the
     /// beginning of its grammar, if it has one.
     pub(super) fn new(wanted: &GenerateRequest, begun: Option<BegunGrammar>) -> Option<Self> {
+        // an answer does without a grammar that it need not have
+        let optional = wanted.grammar.as_ref().is_some_and(Grammar::is_optional);
+        let begun = begun.filter(|begun| begun.is_ok() || !optional);
         let given = [&wanted.prompt_ids[..], &wanted.forced_ids].concat();
         let penalties = Penalties::new(&wanted.sampling, &given);
         let (forced, minimum) = (wanted.forced_ids.clone(), wanted.minimum.clone());
@@ -110,7 +113,7 @@ impl Shaping {
 mod tests {
     use super::*;
     use crate::budget::Party;
-    use crate::grammar::{Grammar, GrammarClient, Grammars};
+    use crate::grammar::{GrammarClient, Grammars};
     use crate::model::builtin;
     use crate::request::{Hints, Sampling};
     use mixfleet_scheduler::fleet::PartyId;
@@ -161,5 +164,27 @@ mod tests {
         assert_eq!(without.failed(), Some("no tokenizer"));
         let plain = GenerateRequest { grammar: None, sampling: Sampling::default(), ..wanted };
         assert!(Shaping::new(&plain, None).is_none());
+    }
+
+    #[test]
+    fn tokens_are_forced_first_and_ends_masked_until_the_minimum() {
+        let mut wanted = GenerateRequest::greedy("a", [1, 2], 9);
+        wanted.forced_ids = [7, 8].into();
+        wanted.minimum = Some(AnswerMinimum { tokens: 2, masked_ids: [3, 5].into() });
+        wanted.sampling = Sampling { presence_penalty: 1.0, ..Sampling::default() };
+        let mut shaping = Shaping::new(&wanted, None).unwrap();
+        for (output, forced) in [(&[][..], 7), (&[7], 8)] {
+            shaping.follow(output);
+            let [[id, loss]] = shaping.entries() else { panic!("{:?}", shaping.entries()) };
+            assert!(*id == forced && f32::from_bits(*loss) < -1e30, "{output:?}");
+        }
+        for output in [&[7, 8][..], &[7, 8, 4]] {
+            shaping.follow(output);
+            assert_eq!(shaping.forbidden(), [3, 5], "{output:?}");
+            let masked = shaping.entries().iter().filter(|[_, loss]| f32::from_bits(*loss) > 1e30);
+            assert_eq!(masked.map(|[id, _]| *id).collect::<Vec<_>>(), [3, 5]);
+        }
+        shaping.follow(&[7, 8, 4, 4]);
+        assert_eq!((shaping.forbidden(), shaping.entries()), (&[][..], &[[4, 1.0f32.to_bits()]][..]));
     }
 }

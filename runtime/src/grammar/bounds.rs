@@ -36,7 +36,7 @@ pub(super) fn check(grammar: &Grammar) -> Result<(), String> {
     match grammar {
         Grammar::JsonSchema(text) => check_schema(text),
         Grammar::Regex(text) => check_expanded("the regular expression", expanded_items(text, &|_| 1)),
-        Grammar::Lark(text) => check_lark(text),
+        Grammar::Lark(text) | Grammar::Begun { lark: text, .. } => check_lark(text),
     }
 }
 

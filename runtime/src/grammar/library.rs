@@ -70,7 +70,9 @@ fn parsed(grammar: &Grammar) -> Result<TopLevelGrammar, String> {
             TopLevelGrammar::from_json_schema(without_annotations(schema))
         }
         Grammar::Regex(text) => TopLevelGrammar::from_regex(text),
-        Grammar::Lark(text) => TopLevelGrammar::from_lark(text.to_string()),
+        Grammar::Lark(text) | Grammar::Begun { lark: text, .. } => {
+            TopLevelGrammar::from_lark(text.to_string())
+        }
     })
 }
 

@@ -370,3 +370,13 @@ fn filters_that_make_texts_long_are_bounded() {
     }
     assert_eq!(fails("{{ ['a', 'b']|join(', ') }}{{ 'axa'|replace('x', '--') }}").unwrap(), "a, ba--a");
 }
+
+#[test]
+fn a_template_reads_what_it_does_not_set_itself() {
+    // as gpt-oss's does
+    let source = "{% macro m() %}{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}\
+        {{ reasoning_effort }}{% endmacro %}{{ m() }}{% set own = 1 %}{{ own }}";
+    let read = template(source);
+    assert!(read.reads("reasoning_effort") && !read.reads("own") && !read.reads("documents"));
+    assert!(!template("{# reasoning_effort #}reasoning_effort").reads("reasoning_effort"), "only words");
+}

@@ -238,3 +238,15 @@ fn no_token_stands_for_more_bytes_than_are_told() {
     let inner = tokenizers::Tokenizer::from_bytes(words.to_string()).expect("a tokenizer");
     assert_eq!(Tokenizer::new(inner).expect("a tokenizer").token_bytes_max(), None);
 }
+
+#[test]
+fn special_tokens_show_where_they_are_asked_for() {
+    let tokenizer = super::super::builtin::tokenizer().expect("a tokenizer");
+    let ids = tokenizer.encode_chat("<|user|>h\u{e9}<|end|>").expect("encodes");
+    let text = |mut stream: TokenStream| {
+        let shown: String = ids.iter().map(|id| stream.push(*id).expect("decodes")).collect();
+        shown + &stream.finish().expect("decodes")
+    };
+    assert_eq!(text(tokenizer.stream()), "h\u{e9}");
+    assert_eq!(text(tokenizer.stream_with_specials()), "<|user|>h\u{e9}<|end|>");
+}

@@ -43,6 +43,12 @@ pub enum ToolStyle {
     },
     /// Between Kimi K2's marks: `functions.name:0` and arguments.
     Kimi,
+    /// `<function=name>{..}</function>` (Functionary 3.1).
+    JsonInTag,
+    /// `call:name{key:value}` between Gemma 4's marks.
+    Gemma,
+    /// A message of gpt-oss to `functions.name`.
+    Harmony,
 }
 
 /// What stands around a list of calls.
@@ -54,6 +60,10 @@ pub enum ListMarks {
     Granite,
     /// `<TOOLCALL>` and `</TOOLCALL>`.
     Nemotron,
+    /// `<|START_ACTION|>` and `<|END_ACTION|>`, with `tool_name` and `parameters` (Command R7B and A).
+    Cohere,
+    /// `functools` before it (FireFunction v2).
+    Functools,
     /// `<tool_calls>` and `</tool_calls>`; calls may follow each other without brackets.
     MiniMax,
 }
@@ -85,7 +95,7 @@ impl ToolStyle {
     /// The key of a call's arguments.
     pub fn arguments(self) -> &'static str {
         match self {
-            ToolStyle::Bare { parameters: true } => "parameters",
+            ToolStyle::Bare { parameters: true } | ToolStyle::Listed(ListMarks::Cohere) => "parameters",
             _ => "arguments",
         }
     }
@@ -101,6 +111,11 @@ impl ToolStyle {
             ToolStyle::Listed(ListMarks::Mistral) | ToolStyle::Named => ("[TOOL_CALLS]", ""),
             ToolStyle::Listed(ListMarks::Granite) => ("<|tool_call|>", ""),
             ToolStyle::Listed(ListMarks::Nemotron) => ("<TOOLCALL>", "</TOOLCALL>"),
+            ToolStyle::Listed(ListMarks::Cohere) => ("<|START_ACTION|>", "<|END_ACTION|>"),
+            ToolStyle::Listed(ListMarks::Functools) => ("functools", ""),
+            ToolStyle::JsonInTag => ("<function=", "</function>"),
+            ToolStyle::Gemma => ("<|tool_call>", "<tool_call|>"),
+            ToolStyle::Harmony => ("<|channel|>", ""),
             ToolStyle::Listed(ListMarks::MiniMax) => ("<tool_calls>", "</tool_calls>"),
             ToolStyle::Pythonic { marked: true } => ("<|tool_call_start|>", "<|tool_call_end|>"),
             ToolStyle::Pythonic { marked: false } => ("<|python_start|>", ""),
@@ -130,6 +145,10 @@ impl ToolStyle {
             ToolStyle::Kimi => &["<|tool_call_argument_begin|>"],
             ToolStyle::KeysAndValues => &["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
             ToolStyle::InvokedDsml { .. } => &["｜DSML｜"],
+            ToolStyle::Gemma => &["<|\"|>"],
+            ToolStyle::Harmony => {
+                &["<|start|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"]
+            }
             _ => &[],
         };
         let marks = [open, close].into_iter().chain(around.iter().copied()).chain(inner.iter().copied());
@@ -139,8 +158,18 @@ impl ToolStyle {
     /// The style of a template; none if it knows no tools, or its style is none of these.
     pub(super) fn of(source: &str) -> Option<Self> {
         let has = |text: &str| source.contains(text);
-        if !has("tools") || has("<|START_ACTION|>") || has("tool_name") {
+        if !has("tools") {
             return None;
+        }
+        if has("<|channel|>") && has("<|call|>") {
+            return Some(ToolStyle::Harmony);
+        }
+        if has("<|START_ACTION|>") {
+            return (has("<|END_ACTION|>") && has("tool_name"))
+                .then_some(ToolStyle::Listed(ListMarks::Cohere));
+        }
+        if has("<|tool_call>") && has("<tool_call|>") {
+            return has("call:").then_some(ToolStyle::Gemma);
         }
         if has("｜DSML｜") {
             return Some(ToolStyle::InvokedDsml {
@@ -153,7 +182,7 @@ impl ToolStyle {
         if has("<|tool_call_begin|>") && has("<|tool_call_argument_begin|>") {
             return Some(ToolStyle::Kimi);
         }
-        if has("minimax:tool_call") {
+        if has("minimax:tool_call") && !has("ns_token") {
             return Some(ToolStyle::Invoked);
         }
         if has("<arg_key>") {
@@ -177,6 +206,7 @@ impl ToolStyle {
             ("<|tool_call|>", ListMarks::Granite),
             ("<TOOLCALL>", ListMarks::Nemotron),
             ("<tool_calls>", ListMarks::MiniMax),
+            ("functools[", ListMarks::Functools),
         ];
         if let Some((_, marks)) = listed.into_iter().find(|(mark, _)| has(mark)) {
             return Some(ToolStyle::Listed(marks));
@@ -187,7 +217,10 @@ impl ToolStyle {
         if has("func_name1(") || has("<|python_start|>") {
             return Some(ToolStyle::Pythonic { marked: false });
         }
-        (has("\"parameters\":") && !has("<function=")).then_some(ToolStyle::Bare { parameters: true })
+        if has("<function=") {
+            return has("</function>").then_some(ToolStyle::JsonInTag);
+        }
+        (has("\"parameters\":") && !has("tool_name")).then_some(ToolStyle::Bare { parameters: true })
     }
 
     /// The ids that a template with this source takes.
@@ -220,7 +253,20 @@ mod tests {
             ("<|tool_call_begin|>id<|tool_call_argument_begin|>", Some(ToolStyle::Kimi)),
             ("<minimax:tool_call>", Some(ToolStyle::Invoked)),
             ("<tool_call> with <invoke name=", None),
-            ("<|START_ACTION|> \"parameters\":", None),
+            (
+                "<|START_ACTION|>[{\"tool_name\": f, \"parameters\":}]<|END_ACTION|>",
+                Some(ToolStyle::Listed(ListMarks::Cohere)),
+            ),
+            ("Action: [{\"tool_name\": f, \"parameters\":}]", None),
+            ("<|tool_call>call:f{}<tool_call|>", Some(ToolStyle::Gemma)),
+            ("to=functions.f<|channel|>commentary json<|message|>{}<|call|>", Some(ToolStyle::Harmony)),
+            (" functools[{}]", Some(ToolStyle::Listed(ListMarks::Functools))),
+            ("<function=f>{}</function>", Some(ToolStyle::JsonInTag)),
+            ("<minimax:tool_call> render_tool_namespace", Some(ToolStyle::Invoked)),
+            (
+                "<TOOLCALL>[{\"name\": \"tool_name1\"}]</TOOLCALL>",
+                Some(ToolStyle::Listed(ListMarks::Nemotron)),
+            ),
             ("nothing", None),
         ];
         for (source, style) in cases {

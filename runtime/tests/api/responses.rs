@@ -197,6 +197,7 @@ fn what_needs_a_store_or_is_unknown_is_refused_by_its_name() {
         ("text.format.schema", json!({"text": {"format": {"type": "json_schema", "name": "x"}}})),
         ("max_output_tokens", json!({"max_output_tokens": "x"})),
         ("max_tokens", json!({"max_tokens": 3})),
+        ("input", json!({"max_output_tokens": 99})),
         ("input", json!({"input": null})),
         ("input", json!({"input": []})),
         ("input", json!({"input": 1})),

@@ -73,6 +73,9 @@ impl TextModel for ByteModel {
         }
         let line = |message: &ChatMessage| format!("{}:{}|", message.role, message.content);
         let mut text: String = messages.iter().map(line).collect();
+        if let Some(documents) = arguments.get("documents").and_then(Value::as_array) {
+            text.push_str(&format!("{} documents|", documents.len()));
+        }
         if add_generation_prompt {
             text.push_str("a:");
         }
@@ -81,6 +84,10 @@ impl TextModel for ByteModel {
 
     fn tool_style(&self) -> Option<mixfleet_runtime::model::ToolStyle> {
         Some(mixfleet_runtime::model::ToolStyle::Tagged)
+    }
+
+    fn reads_argument(&self, name: &str) -> bool {
+        name == "documents"
     }
 
     fn decoder(&self) -> Box<dyn TextDecoder> {

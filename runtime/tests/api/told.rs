@@ -132,3 +132,23 @@ fn a_stop_is_told_and_a_prompt_is_cut_where_that_is_asked_for() {
     assert_eq!(text(json!({"truncate_prompt_tokens": -1})).1, [BOS, 119, 120, 121, 122]);
     assert_eq!(text(json!({"truncate_prompt_tokens": 2, "echo": true})).0, "yza.b");
 }
+
+#[test]
+fn what_a_template_reads_is_given_to_it_and_the_rest_refused() {
+    let ask = |more: Value| {
+        let mut body = json!({"model": MODEL, "messages": [{"role": "user", "content": "x"}]});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        run(Setup::play(Play::say("ok")), move |server| async move {
+            let response = server.post("/v1/chat/completions", &body).await;
+            (response, server.submissions())
+        })
+    };
+    let (response, submitted) = ask(json!({"documents": [{"text": "a"}, {"text": "b"}]}));
+    assert_eq!(response.status, 200);
+    let prompt: Vec<u8> = submitted[0].prompt_ids.iter().map(|&id| id as u8).collect();
+    assert_eq!(String::from_utf8(prompt).unwrap(), "user:x|2 documents|a:");
+    let both = json!({"documents": [{"text": "a"}], "chat_template_kwargs": {"documents": []}});
+    for (field, more) in [("documents", both), ("reasoning_effort", json!({"reasoning_effort": "low"}))] {
+        assert_eq!(ask(more).0.error().2.as_deref(), Some(field));
+    }
+}
