@@ -1,4 +1,4 @@
-//! Says which external engine answers a request that a proxy carries, and learns from what passes of the answer.
+//! Chooses the external engine for a request that a proxy carries, and learns from the answer as it passes.
 //!
 //! The engines are those of a [`Gateway`]: the same fleet machine places, explains and corrects, and nothing
 //! of a request or an answer is changed.
@@ -39,7 +39,7 @@ pub struct PickQuery {
     pub body: Arc<Vec<u8>>,
     /// Engines that it must not go to, by position.
     pub left_out: Vec<usize>,
-    /// Its priority: it goes so many seconds ahead of others. One below 0 is refused first.
+    /// Its priority: it goes this many seconds ahead of others. One below 0 is refused first.
     pub priority: i32,
     /// Who shares the engines equally with others; none if it is not known.
     pub fairness_id: Option<String>,
@@ -164,7 +164,7 @@ impl Picker {
         self.metrics.picks.get_or_create(&PickLabels { outcome }).inc();
     }
 
-    /// What is to be placed, and whether its body was read. What is wrong with a body the engine says: it is
+    /// What is to be placed, and whether its body was read. An invalid body is reported by the engine: it is
     /// placed by its length then.
     fn wanted(&self, query: &PickQuery, read: Option<Endpoint>, now: Seconds) -> (RelayRequest, bool) {
         let outlined = read.map(|endpoint| outline(&query.body, endpoint, None));

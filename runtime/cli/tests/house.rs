@@ -226,8 +226,8 @@ const CYCLES: &[(&str, &[&str], &str)] = &[
     ),
     (
         "runtime/cli/src",
-        &["command_line", "fleet", "serve", "settings"],
-        "a fleet file fills in the whole command line, and serve prints the settings in force",
+        &["command_line", "epp", "fleet", "serve", "settings"],
+        "a fleet file fills in the whole command line, and serve, on whose server epp runs, prints the settings in force",
     ),
     (
         "backends/remote/src",

@@ -1,7 +1,7 @@
 //! One request and its answer, as they pass through the picker.
 
 use crate::message::{self, BodiesSent, MessageHeaders};
-use crate::service::{PickerState, PoolInForce};
+use crate::state::{PickerState, PoolInForce};
 use envoy_types::pb::envoy::config::core::v3::Metadata;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request;
 use envoy_types::pb::envoy::service::ext_proc::v3::{
@@ -228,7 +228,7 @@ impl Exchange {
         let mut more = Vec::new();
         if let (Some(picked), Some(pool)) = (&mut self.picked, &self.pool) {
             let served = message::served(metadata).and_then(|address| pool.positions.get(address).copied());
-            // a failure that nobody served is the proxy's own answer
+            // a failure without a serving endpoint is the proxy's own answer
             if served.is_some() || status < 500 {
                 picked.served_by(served);
             }

@@ -23,7 +23,7 @@ pub struct OpenedPool {
 /// Opens the endpoints of a pool.
 pub type OpenPool = Arc<dyn Fn(&EndpointPool) -> Result<OpenedPool, String> + Send + Sync>;
 
-/// Follows a pool's file for ever. A file that cannot be read, or has something wrong with it, changes nothing.
+/// Follows a pool's file for ever. A file that is unreadable or invalid changes nothing.
 pub async fn follow_pool(picker: EndpointPicker, file: PathBuf, open: OpenPool) {
     let mut known: Option<Result<String, String>> = None;
     let mut starting: Option<AbortHandle> = None;

@@ -3,9 +3,9 @@
 //!
 //! A proxy streams each request and its answer through [`EndpointPicker`] and gets all bytes back unchanged.
 //! `message` reads and builds the protocol's messages, `exchange` is one request with its answer, `pool`
-//! reads the file that lists the endpoints, and [`follow_pool`] has the endpoints of a changed file take over.
-//! Placement, predictions, corrections and explanations are those of the runtime's picker, whose engines the
-//! endpoints are.
+//! reads the file that lists the endpoints, and [`follow_pool`] puts a changed file in force. `state` holds
+//! what all requests share. Placement, predictions, corrections and explanations are those of the runtime's
+//! picker, to which endpoints are engines.
 //!
 //! Absent: decisions of placement, changes of bodies, Kubernetes' API.
 
@@ -20,7 +20,9 @@ mod follow;
 mod message;
 mod pool;
 mod service;
+mod state;
 
 pub use follow::{OpenPool, OpenedPool, follow_pool};
 pub use pool::{EndpointPool, PoolEndpoint};
-pub use service::{EndpointPicker, PickerListeners, PickerSettings, serve};
+pub use service::{EndpointPicker, PickerListeners, serve};
+pub use state::PickerSettings;

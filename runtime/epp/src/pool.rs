@@ -88,7 +88,7 @@ impl EndpointPool {
     /// Reads the text of a file, YAML or JSON.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The fault of the file.
     pub fn read(text: &str) -> Result<Self, String> {
         let PoolFile { endpoints, objectives } =
             serde_saphyr::from_str(text).map_err(|error| error.to_string())?;

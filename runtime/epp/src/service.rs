@@ -2,17 +2,17 @@
 
 use crate::exchange::Exchange;
 use crate::pool::EndpointPool;
+use crate::state::{PickerSettings, PickerState, PoolInForce};
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::{
     ExternalProcessor, ExternalProcessorServer,
 };
 use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, ProcessingResponse};
 use futures_util::Stream;
 use mixfleet_runtime::env::SharedEnv;
-use mixfleet_runtime::picker::{PickRefusal, Picker};
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use mixfleet_runtime::picker::Picker;
+use std::collections::VecDeque;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tonic::transport::Server;
@@ -21,8 +21,6 @@ use tonic::{Request, Response, Status, Streaming};
 use tonic_health::ServingStatus;
 use tonic_health::server::{HealthReporter, health_reporter};
 
-/// Bytes of all bodies that wait for a destination; further ones get 429.
-const HELD_BYTES_MAX: usize = 1 << 30;
 /// Maximum size of a message: a proxy sends a body in pieces far below it.
 const MESSAGE_BYTES_MAX: usize = 4 << 20;
 /// Interval between two looks at readiness.
@@ -31,77 +29,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 const LIVENESS: &str = "liveness";
 const READINESS: [&str; 2] = ["readiness", "envoy.service.ext_proc.v3.ExternalProcessor"];
 
-/// What an operator chooses.
-#[derive(Clone, Copy, Debug)]
-pub struct PickerSettings {
-    /// Endpoints that are named behind the destination at most.
-    pub fallbacks: usize,
-}
-
-/// A pool whose endpoints get requests.
-pub(crate) struct PoolInForce {
-    pub(crate) picker: Picker,
-    /// By the position of an engine, as proxies write them.
-    pub(crate) addresses: Vec<String>,
-    pub(crate) positions: HashMap<String, usize>,
-    pub(crate) objectives: BTreeMap<String, i32>,
-}
-
-impl PoolInForce {
-    pub(crate) fn new(picker: Picker, pool: &EndpointPool) -> Self {
-        let addresses: Vec<String> = pool.endpoints.iter().map(|one| one.address.to_string()).collect();
-        let positions = addresses.iter().cloned().zip(0..).collect();
-        PoolInForce { picker, addresses, positions, objectives: pool.objectives.clone() }
-    }
-
-    /// The positions of all endpoints but those of a list, which has addresses with or without a port.
-    pub(crate) fn all_but(&self, listed: &[String]) -> Vec<usize> {
-        let host = |address: &str| address.rsplit_once(':').map(|(host, _)| host.to_owned());
-        let is_listed = |address: &String| {
-            listed.iter().any(|one| one == address || Some(one.as_str()) == host(address).as_deref())
-        };
-        let addresses = self.addresses.iter().enumerate();
-        addresses.filter(|(_, address)| !is_listed(address)).map(|(at, _)| at).collect()
-    }
-}
-
-/// What all requests share.
-pub(crate) struct PickerState {
-    env: SharedEnv,
-    pub(crate) settings: PickerSettings,
-    pool: RwLock<Option<Arc<PoolInForce>>>,
-    /// Bytes of bodies that wait for a destination.
-    held_bytes: AtomicUsize,
-}
-
-impl PickerState {
-    pub(crate) fn pool(&self) -> Option<Arc<PoolInForce>> {
-        self.pool.read().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    pub(crate) fn random_id(&self) -> String {
-        format!("pick-{:016x}{:016x}", self.env.random(), self.env.random())
-    }
-
-    /// Takes bytes of a body that waits.
-    ///
-    /// # Errors
-    /// The refusal of the request, if too many wait.
-    pub(crate) fn hold(&self, bytes: usize) -> Result<(), PickRefusal> {
-        let held = self.held_bytes.fetch_add(bytes, Ordering::AcqRel) + bytes;
-        if held <= HELD_BYTES_MAX {
-            return Ok(());
-        }
-        self.release(bytes);
-        Err(PickRefusal::overloaded("too many bytes of requests wait for a destination"))
-    }
-
-    pub(crate) fn release(&self, bytes: usize) {
-        let before = self.held_bytes.fetch_sub(bytes, Ordering::AcqRel);
-        assert!(before >= bytes, "{bytes} bytes are released, and {before} were held");
-    }
-}
-
 /// The endpoint picker; clones are the same one.
 #[derive(Clone)]
 pub struct EndpointPicker(pub(crate) Arc<PickerState>);
@@ -109,14 +36,12 @@ pub struct EndpointPicker(pub(crate) Arc<PickerState>);
 impl EndpointPicker {
     /// A picker without a pool, which refuses all requests until it has one.
     pub fn new(env: SharedEnv, settings: PickerSettings) -> Self {
-        let (pool, held_bytes) = (RwLock::default(), AtomicUsize::new(0));
-        EndpointPicker(Arc::new(PickerState { env, settings, pool, held_bytes }))
+        EndpointPicker(Arc::new(PickerState::new(env, settings)))
     }
 
-    /// Has the endpoints of a pool, which `picker` has as engines in the same order, get all further requests.
+    /// Puts a pool in force for all further requests; `picker` has its endpoints as engines, in the same order.
     pub fn take_pool(&self, picker: Picker, pool: &EndpointPool) {
-        let taken = Arc::new(PoolInForce::new(picker, pool));
-        *self.0.pool.write().unwrap_or_else(PoisonError::into_inner) = Some(taken);
+        self.0.take_pool(PoolInForce::new(picker, pool));
     }
 
     /// Whether there is a pool.

@@ -82,7 +82,7 @@ async fn nothing_ready_is_503_and_readiness_follows_the_pool() {
     assert_eq!(document["error"]["code"], "no_endpoint");
     const PROCESSOR: &str = "envoy.service.ext_proc.v3.ExternalProcessor";
     for address in [world.health, world.processing] {
-        // whoever asks first may find that nothing is known yet
+        // the first caller may find that nothing is known yet
         let (mut now, mut states) = health(address, "liveness").await;
         while now != ServingStatus::Serving {
             now = states.message().await.unwrap().unwrap().status();

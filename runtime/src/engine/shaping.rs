@@ -1,6 +1,7 @@
-//! What a request changes of its logits before a token is drawn: penalties, tokens that its grammar forbids,
-//! end tokens of an answer that is still too short, and tokens of the prompt that are drawn for their
-//! log-probabilities.
+//! Changes to a request's logits before a token is drawn.
+//!
+//! These are penalties, masks of tokens that its grammar forbids or that would end a too short answer, and
+//! forced tokens of the prompt whose log-probabilities are wanted.
 
 use super::compiled::BegunGrammar;
 use crate::grammar::{Grammar, GrammarRun};

@@ -106,7 +106,7 @@ impl PickedPassage {
         self.passage.ttft
     }
 
-    /// Takes who really answers from what the proxy reports; true if that is another one than it was placed on.
+    /// Notes the engine that answers, as the proxy reports it; true if the request was placed on another one.
     pub(crate) fn served_by(&mut self, at: usize) -> bool {
         if self.passage.at == Some(at) || at >= self.passage.gateway.engines() {
             return false;

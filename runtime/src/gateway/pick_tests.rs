@@ -9,7 +9,7 @@ fn token() -> EngineChunk {
     EngineChunk { text: "x".into(), ..EngineChunk::default() }
 }
 
-/// Has a stream of so many tokens pass, each after this time.
+/// Has a stream of this many tokens pass, each after this time.
 async fn passed(gateway: &Arc<Gateway>, tokens: u32, pace_s: f64) {
     let mut picked = pick(gateway, wanted("a", true), &[]).await.unwrap_or_else(|why| panic!("{why:?}"));
     for _ in 0..tokens {
@@ -65,7 +65,7 @@ fn a_fallback_that_served_takes_the_place_over() {
         *engines[0].state.lock().unwrap() = Err(EngineFault::new(EngineFaultKind::Unreachable, "gone"));
         let Ok(mut picked) = pick(&gateway, wanted("a", true), &[]).await else { panic!("no place") };
         assert_eq!((picked.at(), &picked.runners_up[..]), (Some(0), &[1][..]));
-        assert!(!picked.served_by(0) && !picked.served_by(7), "who was to serve, and nobody");
+        assert!(!picked.served_by(0) && !picked.served_by(7), "the chosen engine, and no engine");
         assert!(picked.served_by(1));
         assert_eq!((picked.at(), own(&gateway)), (Some(1), vec![0, 1]));
         let explanation = gateway.placements.explain("a", |_| true).unwrap();

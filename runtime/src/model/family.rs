@@ -43,7 +43,7 @@ pub(super) enum FamilyBiases {
     Qkv,
     /// q, k and v by this field, which has this default.
     QkvBy(&'static str, bool),
-    /// All of attention by `attention_bias`, which has this default, and the MLP by `mlp_bias`, if it is read.
+    /// All of attention by `attention_bias`, with this default, and the MLP by `mlp_bias`, if `with_mlp`.
     AttentionBy { default: bool, with_mlp: bool },
 }
 

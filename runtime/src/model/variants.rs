@@ -12,8 +12,9 @@ pub fn plain_variants() -> Vec<(&'static str, RandomCheckpoint)> {
     all.filter(|(_, random)| !random.config.contains_key("kv_lora_rank")).collect()
 }
 
-/// Small checkpoints (10 to 40 thousand parameters) that together use every variant of the families whose layers
-/// devices can divide as those of Llama, each with its name; [`styled_variants`] has the others.
+/// Small checkpoints (10 to 40 thousand parameters) of every variant whose layers devices can divide as Llama's.
+///
+/// Each has its name; [`styled_variants`] has the other variants.
 #[expect(clippy::too_many_lines, reason = "one list of small checkpoints")]
 pub fn tiny_variants() -> Vec<(&'static str, RandomCheckpoint)> {
     let common = |model_type: &str, architecture: &str| {

@@ -48,7 +48,7 @@ fn nothing_is_generated_where_only_the_prompt_is_wanted() {
     assert_eq!((&choice["text"], &choice["finish_reason"]), (&json!("hi"), &json!("length")));
     assert_eq!(choice["logprobs"]["token_logprobs"], json!([null, -0.5]));
     assert_eq!((submitted[0].max_tokens, submitted[0].forced_ids.len()), (1, 1));
-    // one token is drawn where no token of the prompt is, and is not told
+    // one token is drawn where no token of the prompt is, and is not reported
     for prompt in [json!("h"), json!([104])] {
         let body = json!({"model": MODEL, "prompt": prompt, "max_tokens": 0, "echo": true});
         let (response, submitted) = asked(forced_then("yes"), body);

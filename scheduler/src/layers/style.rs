@@ -68,7 +68,7 @@ impl LayerStyle {
         self.ropes.contains(&LayerRope::Second)
     }
 
-    /// Of so many layers, those that rotate nothing.
+    /// Number of layers that rotate nothing.
     pub(crate) fn bare_layers(&self) -> usize {
         self.ropes.iter().filter(|rope| **rope == LayerRope::Absent).count()
     }

@@ -17,7 +17,7 @@ const LINES: &[(&str, usize)] = &[
     ("backends/wire", 6469),
     ("hal", 5990),
     ("hwtests", 12_416),
-    ("runtime", 41_000),
+    ("runtime", 42_300),
     ("runtime/cli", 16_000),
     ("runtime/engines", 3125),
     ("runtime/epp", 780),
@@ -25,7 +25,7 @@ const LINES: &[(&str, usize)] = &[
     ("runtime/planner", 1216),
     ("runtime/report", 754),
     ("runtime/sim", 8293),
-    ("scheduler", 16_345),
+    ("scheduler", 16_352),
 ];
 
 /// One in this many removed lines may grow again before the budget must fall.
