@@ -39,7 +39,7 @@ impl EndpointPicker {
         EndpointPicker(Arc::new(PickerState::new(env, settings)))
     }
 
-    /// Puts a pool in force for all further requests; `picker` has its endpoints as engines, in the same order.
+    /// Puts a pool in force for further requests; `picker` has its endpoints as engines, in the same order.
     pub fn take_pool(&self, picker: Picker, pool: &EndpointPool) {
         self.0.take_pool(PoolInForce::new(picker, pool));
     }

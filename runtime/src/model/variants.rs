@@ -12,7 +12,7 @@ pub fn plain_variants() -> Vec<(&'static str, RandomCheckpoint)> {
     all.filter(|(_, random)| !random.config.contains_key("kv_lora_rank")).collect()
 }
 
-/// Small checkpoints (10 to 40 thousand parameters) of every variant whose layers devices can divide as Llama's.
+/// Small checkpoints (10 to 40 thousand parameters) of every variant that devices divide as they do Llama.
 ///
 /// Each has its name; [`styled_variants`] has the other variants.
 #[expect(clippy::too_many_lines, reason = "one list of small checkpoints")]

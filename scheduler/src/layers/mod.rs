@@ -105,7 +105,7 @@ impl<'a> LayerOps<'a> {
         ops.push(self.pick(tokens, vocab, self.shape.weight), &args);
     }
 
-    /// Pushes the operations whose results all layers of a step read, such as the lookup of cosines and sines.
+    /// Pushes the operations whose results all layers of a step read, such as the lookup of cosines.
     ///
     /// Each rope has a table of `positions` rows, of which the rows of the step's tokens are looked up.
     pub fn rotations(&self, tokens: u32, positions: u32, ops: &mut impl OpSink) {
