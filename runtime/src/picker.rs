@@ -181,7 +181,7 @@ impl Picker {
         let base = RelayRequest {
             id: query.id.clone(),
             endpoint: match read {
-                Some(Endpoint::Chat) => EngineEndpoint::Chat,
+                Some(Endpoint::Chat | Endpoint::Responses) => EngineEndpoint::Chat,
                 Some(Endpoint::Completions) | None => EngineEndpoint::Completions,
             },
             body: Arc::default(),

@@ -143,7 +143,6 @@ fn gather(
     curves
 }
 
-#[expect(clippy::too_many_lines, reason = "one curve after the other")]
 fn curves(body: &mut Html, document: &ProfileDocument) {
     let bytes = PlotAxis { label: "bytes", unit: "B", scale: Scale::Binary };
     let bandwidth = PlotAxis { label: "bandwidth", unit: "B/s", scale: Scale::Decimal };

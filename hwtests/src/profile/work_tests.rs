@@ -1,7 +1,7 @@
 use super::*;
 use proptest::prelude::*;
 
-const NAMES: [&str; 26] = [
+const NAMES: [&str; 27] = [
     "gemm.bf16.m512.n4096.k4096",
     "gemm.f32.m1.n2048.k5632.acc",
     "gemm.bf16.m1.n32000.k2048.logits",
