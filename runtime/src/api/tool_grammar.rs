@@ -182,12 +182,7 @@ impl CallWriter<'_> {
             ToolStyle::JsonInTag => {
                 with_json(&[&literal(&format!("<function={name}>")), &json, &literal("</function>")])
             }
-            ToolStyle::Harmony => {
-                let head = literal(&format!("commentary to=functions.{name} "));
-                let [channel, constrain, message] =
-                    ["<|channel|>", "<|constrain|>", "<|message|>"].map(|mark| self.mark(mark));
-                with_json(&[&channel, &head, &constrain, "\"json\"", &message, &json])
-            }
+            ToolStyle::Harmony => with_json(&[&self.harmony_head(name), &json]),
             ToolStyle::Gemma => self.gemma(rule, name, schema),
             ToolStyle::InvokedDsml { .. } => self.dsml(rule, name, schema),
             ToolStyle::Pythonic { .. } => self.pythonic(rule, name, schema),
@@ -232,6 +227,14 @@ impl CallWriter<'_> {
             let begin = format!("<｜DSML｜parameter name=\"{argument}\" string=\"{is_text}\">");
             (literal(&begin), literal("</｜DSML｜parameter>\n"))
         })
+    }
+
+    /// What stands before the arguments of a call in gpt-oss's form.
+    fn harmony_head(&self, name: &str) -> String {
+        let recipient = literal(&format!("commentary to=functions.{name} "));
+        let [channel, constrain, message] =
+            ["<|channel|>", "<|constrain|>", "<|message|>"].map(|mark| self.mark(mark));
+        [channel, recipient, constrain, literal("json"), message].join(" ")
     }
 
     /// Arguments by name in Gemma's form, with JSON's numbers, lists and objects: those that must be there
