@@ -38,7 +38,7 @@ KERNEL(GROUP) gelu_mul(READS(X, gate), READS(X, up), WRITES(X, out), ulong count
     float g[VEC], u[VEC];
     LOAD_VEC(X, gate, i * VEC, g);
     LOAD_VEC(X, up, i * VEC, u);
-    for (uint j = 0; j < VEC; ++j) u[j] *= g[j] / (1.0f + EXP(-g[j] * (1.5957691f + 0.0713548128f * g[j] * g[j])));
+    for (uint j = 0; j < VEC; ++j) u[j] *= g[j] / (1.0f + EXP(-g[j] * (1.5957692f + 0.0713548128f * g[j] * g[j])));
     STORE_VEC(X, out, i * VEC, u);
 }
 

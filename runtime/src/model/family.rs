@@ -43,7 +43,8 @@ pub(super) enum FamilyBiases {
     Qkv,
     /// q, k and v by this field, which has this default.
     QkvBy(&'static str, bool),
-    /// All of attention by `attention_bias`, with this default, and the MLP by `mlp_bias`, if `with_mlp`.
+    /// All of attention by `attention_bias`, which has this default, and the MLP by `mlp_bias`, if that is
+    /// read.
     AttentionBy { default: bool, with_mlp: bool },
 }
 

@@ -175,7 +175,8 @@ mod tests {
             assert!(error.contains(field) && error.contains("remove it"), "{error}");
         }
         let harmless = r#"{"num_beams": 1, "typical_p": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": [],
-            "bad_words_ids": null, "token_healing": false, "min_length": 0, "max_length": 4096, "do_sample": true}"#;
+            "bad_words_ids": null, "token_healing": false, "min_length": 0, "max_length": 4096,
+            "do_sample": true}"#;
         assert_eq!(open(harmless).unwrap(), GenerationDefaults::default());
     }
 

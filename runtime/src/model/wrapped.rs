@@ -1,7 +1,5 @@
-//! Text models inside of models that also take images.
-//!
-//! Their configuration is `text_config`, and their tensors have a prefix. Images are not served, and tensors
-//! that only images use are not read.
+//! Text models inside of models that also take images: their configuration is `text_config`, and their
+//! tensors have a prefix. Images are not served, and what only they use is not read.
 
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;

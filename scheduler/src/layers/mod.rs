@@ -105,9 +105,8 @@ impl<'a> LayerOps<'a> {
         ops.push(self.pick(tokens, vocab, self.shape.weight), &args);
     }
 
-    /// Pushes the operations whose results all layers of a step read, such as the lookup of cosines.
-    ///
-    /// Each rope has a table of `positions` rows, of which the rows of the step's tokens are looked up.
+    /// Pushes the lookup of the tokens' rows of cosines and sines in a table of `positions` rows, of each
+    /// rope, and what else all layers of a step read.
     pub fn rotations(&self, tokens: u32, positions: u32, ops: &mut impl OpSink) {
         let rotated = self.shape.rotary.map_or(self.shape.head_dim, |part| part.length);
         let hidden = self.shape.latent.map_or(rotated, |latent| latent.rope);

@@ -244,8 +244,8 @@ impl SimdTask for BinaryKernel {
                     }
                     Binary::GeluMul => {
                         // 2 sqrt(2 / pi), and 0.044715 times it
-                        let first = S::splat(1.595_769);
-                        let third = S::splat(0.071_354_81);
+                        let first = S::splat(1.595_769_2);
+                        let third = S::splat(0.071_354_814);
                         let factor = S::add(first, S::mul(third, S::mul(x, x)));
                         let e = exp::<S>(S::sub(S::splat(0.0), S::mul(x, factor)));
                         S::mul(S::div(x, S::add(S::splat(1.0), e)), y)
