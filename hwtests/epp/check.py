@@ -80,7 +80,7 @@ def many(bench):
     check(min(counts) > 0 and counts[0] == max(counts), f"the fast one gets most of them, and all get some: {counts}")
     check(until(lambda: bench.picker.metric('mixfleet_requests_total{endpoint="chat_completions",outcome="success"}') >= 256),
           "their answers are counted as complete")
-    corrected = bench.picker.metric('mixfleet_prediction_error_count')
+    corrected = bench.picker.metric('mixfleet_prediction_error_ratios_count')
     check(corrected > 0, f"{corrected:.0f} measured times corrected predictions")
 
 
@@ -105,7 +105,7 @@ def fallbacks(bench):
     check(until(lambda: bench.picker.metric("mixfleet_picks_served_total{") == before + 1), "Envoy tells who served, and it is counted")
     bench.servers[0].kill()
     # one that is placed on the killed server before its probe fails goes to the next in the list
-    answers = [bench.ask("picked", chat(f"again {number}")) for number in range(6)]
+    answers = [bench.ask("picked", chat(f"again {number} " + "x" * 4000)) for number in range(6)]
     check(all(answer.status == 200 for answer in answers), "after a kill every request is answered by a fallback")
     fallen = 'choice="fallback"'
     text = Answered(bench.picker.metrics, "/metrics", b"").body.decode()

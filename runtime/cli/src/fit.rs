@@ -5,6 +5,7 @@ use crate::{backends, model_shape, profile, profiles, screen};
 use anyhow::{Result, bail};
 use clap::Args;
 use mixfleet_hal::StoredAs;
+use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::catalog::{self, Part, part_of_driver};
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::GB;
@@ -195,7 +196,7 @@ fn fit(model: &SizedModel, device: &FittedDevice, args: &FitArgs) -> Option<Fitt
         decode_tokens_per_s: decode(1),
         decode_8_tokens_per_s: together.then(|| decode(TOGETHER)),
         prefill_tokens_per_s: f64::from(prompt) / cost.prefill_s(0, prompt).0,
-        kv_tokens: kv_tokens as u64,
+        kv_tokens: to_u64(kv_tokens),
         context_max: model.context_max,
         error: ours.likely_error(&device.profile, &model.shape),
     })
