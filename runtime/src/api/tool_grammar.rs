@@ -119,7 +119,6 @@ impl CallWriter<'_> {
         marks.close.is_empty() && self.mark(marks.open).starts_with('"') || self.mark(marks.open).is_empty()
     }
 
-    #[expect(clippy::too_many_lines, reason = "one arm for each style")]
     fn call(&self, rule: &str, name: &str, schema: &Value) -> String {
         let marks = self.style.marks();
         let json = format!("{rule}_json");
