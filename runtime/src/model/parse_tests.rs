@@ -416,7 +416,7 @@ fn glm_has_experts_of_deepseek_and_rotates_a_part_of_a_head() {
         (json!({"use_qk_norm": 1}), "field 'use_qk_norm'"),
         (json!({"n_group": 3}), "field 'n_group'"),
         (json!({"num_experts_per_tok": 200}), "field 'n_group': route"),
-        (json!({"model_type": "glm4"}), "'glm4' is not supported"),
+        (json!({"model_type": "gemma2"}), "'gemma2' is not supported"),
     ] {
         let error = parse(glm(more)).expect_err(expected).to_string();
         assert!(error.contains(expected), "{error}\nlacks: {expected}");
@@ -472,7 +472,8 @@ fn known_models_are_served_if_their_family_is() {
     for model in mixfleet_scheduler::models::models() {
         let Some(family) = collection[model.name]["model_type"].as_str() else { continue };
         let known = FAMILIES.iter().any(|of| of.model_type == family);
-        assert_eq!(model.unserved().is_none(), known, "{}: {family}", model.name);
+        // of some families checkpoints are served, and shapes without one are not
+        assert!(known || model.unserved().is_some(), "{}: {family}", model.name);
         compared += 1;
     }
     assert!(compared > 20, "{compared}");
