@@ -472,8 +472,7 @@ fn known_models_are_served_if_their_family_is() {
     for model in mixfleet_scheduler::models::models() {
         let Some(family) = collection[model.name]["model_type"].as_str() else { continue };
         let known = FAMILIES.iter().any(|of| of.model_type == family);
-        // of some families checkpoints are served, and shapes without one are not
-        assert!(known || model.unserved().is_some(), "{}: {family}", model.name);
+        assert_eq!(model.unserved().is_none(), known, "{}: {family}", model.name);
         compared += 1;
     }
     assert!(compared > 20, "{compared}");
