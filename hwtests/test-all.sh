@@ -19,7 +19,7 @@ packages="$packages curl"
 # A browser, which looks at the pages that commands write.
 packages="$packages chromium"
 # g++ compiles the CUDA kernels for the CPU; pip fetches NVIDIA's compiler for them.
-packages="$packages g++ python3 python3-pip"
+packages="$packages g++ python3 python3-pip python3-venv"
 missing=""
 for package in $packages; do
     dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || missing="$missing $package"
@@ -86,6 +86,8 @@ step "deployment files"
 hwtests/deploy.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "tests"
 run_tests 2>&1 | tee -a "$log"
+step "a published model beside llama.cpp"
+MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/real.sh --prompts 4 --tokens 16 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "commands of the README"
 MIXFLEET=${MIXFLEET:-${CARGO_TARGET_DIR:-target}/debug/mixfleet} hwtests/readme.sh 2>&1 | tee -a "$log" || [ "${PIPESTATUS[0]}" = 3 ]
 step "pages in a browser"
