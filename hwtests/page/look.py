@@ -62,7 +62,7 @@ def look(playwright, server, port):
     page.on("request", lambda request: asked.append(request.url))
     page.goto(server.url + "/")
     state = page.get_by_role("status")
-    expect(state).to_have_text("serves", timeout=WAIT_S * 1000)
+    expect(state).to_have_text("healthy", timeout=WAIT_S * 1000)
     expect(page.locator("#placements-say")).to_have_text("an API key is needed for this", timeout=WAIT_S * 1000)
     check(True, "without the key it shows the public parts, and names the others")
 
@@ -100,7 +100,7 @@ def look(playwright, server, port):
     check(True, "a lost server is reported")
     again = Server(port)
     try:
-        expect(state).to_have_text("serves", timeout=WAIT_S * 1000)
+        expect(state).to_have_text("healthy", timeout=WAIT_S * 1000)
         expect(page.locator("#placements-say")).to_have_text("No request has been placed yet.", timeout=WAIT_S * 1000)
         check(True, "a server that is back is shown, without its earlier history")
         check(all(url.startswith(server.url + "/") for url in asked), "no request to another server")

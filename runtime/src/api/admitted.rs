@@ -1,10 +1,10 @@
 //! Limits on open connections, and which connection is closed when there are too many.
 //!
 //! Opening a connection requires no key, so a connection ranks by what it has done. Over the limit, idle
-//! connections that never sent a request are closed first, then those whose answer needs no key, then those
-//! that are idle between two requests, the oldest first; a connection whose request is in work is never
-//! closed. An address over its share loses one of its own connections. If none can be closed, a new
-//! connection is set aside, where only monitoring routes are answered.
+//! closed first, then those whose answer needs no key, then those that are idle between two requests, the
+//! oldest first. A connection with a request in progress is never closed. An address over its share loses one
+//! of its own connections. If none can be closed, a new connection overflows: only monitoring routes are
+//! answered on it.
 
 use axum::http::Version;
 use prometheus_client::metrics::counter::Counter;
@@ -19,13 +19,13 @@ use crate::budget::Connections;
 /// What a connection has done so far; the lowest rank is closed first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ConnectionRank {
-    /// It has sent no request yet.
+    /// No request sent so far.
     Silent,
-    /// Its answer needs no key, or is an error.
+    /// The response needs no key, or is an error.
     Open,
-    /// It is idle after an answer.
+    /// Idle after a response.
     Resting,
-    /// Its request is in work.
+    /// A request is in progress.
     Working,
 }
 
@@ -42,7 +42,7 @@ struct State {
     /// Numbers arrivals and changes of rank in order.
     clock: u64,
     known: HashMap<u64, Known>,
-    /// Connections that are not aside, by rank and by when they reached it.
+    /// Connections other than overflow ones, by rank and by the time at which they reached it.
     order: BTreeSet<(ConnectionRank, u64, u64)>,
     held: HashMap<IpAddr, usize>,
     aside: BTreeSet<u64>,
@@ -65,11 +65,11 @@ pub(super) struct AdmittedConnection {
     number: u64,
     holder: IpAddr,
     aside: bool,
-    /// Whether the response is complete, except for what the connection still buffers.
+    /// Whether the response is complete, except for bytes that the connection still buffers.
     answered: AtomicBool,
     /// Whether a request was read with all of its body, and its response is not complete.
     due: AtomicBool,
-    /// Whether an interim response may be sent: nothing of the response to an HTTP/1.1 request has been.
+    /// Whether an interim response may be sent: no byte of the response to an HTTP/1.1 request has been sent.
     interim: AtomicBool,
     /// Whether the client has closed its sending side while a response was due.
     half_closed: AtomicBool,
@@ -126,7 +126,7 @@ impl AdmittedConnections {
         self.evict(&mut self.lock(), None);
     }
 
-    /// Closes the lowest-ranked connection whose request is not in work, of one holder or of all.
+    /// Closes the lowest-ranked connection without a request in progress, of one holder or of all.
     fn evict(&self, state: &mut State, of: Option<IpAddr>) -> bool {
         let Some(number) = state.lowest_ranked(of) else { return false };
         state.remove(number);
@@ -170,7 +170,7 @@ impl State {
         }
     }
 
-    /// The lowest-ranked connection whose request is not in work, of one holder or of all.
+    /// The lowest-ranked connection without a request in progress, of one holder or of all.
     fn lowest_ranked(&self, of: Option<IpAddr>) -> Option<u64> {
         let candidates = self.order.range(..(ConnectionRank::Working, 0, 0));
         let mut theirs =
@@ -209,7 +209,7 @@ impl AdmittedConnection {
         self.admitted.lock().change(self.number, rank);
     }
 
-    /// Records that a request begins, which has an interim response if it is of HTTP/1.1.
+    /// Records that a request begins, which may have an interim response if it is HTTP/1.1.
     pub(super) fn asked(&self, version: Version) {
         self.interim.store(version >= Version::HTTP_11, Ordering::Relaxed);
     }
@@ -230,12 +230,12 @@ impl AdmittedConnection {
         self.answered.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a response is due: what the client sends now is no part of its request.
+    /// Whether a response is due: bytes that the client sends now belong to another request.
     pub(super) fn is_due(&self) -> bool {
         self.due.load(Ordering::Relaxed)
     }
 
-    /// Whether an interim response may be sent now; it is only once.
+    /// Whether an interim response may be sent now; true only once.
     pub(super) fn take_interim(&self) -> bool {
         self.interim.swap(false, Ordering::Relaxed)
     }
@@ -257,7 +257,7 @@ impl AdmittedConnection {
         }
     }
 
-    /// The connection's rank; none once it must close.
+    /// The rank of the connection; none once it must close.
     pub(super) fn rank(&self) -> Option<ConnectionRank> {
         self.admitted.lock().known.get(&self.number).map(|known| known.rank)
     }
@@ -269,8 +269,8 @@ impl Drop for AdmittedConnection {
     }
 }
 
-/// The holder that an address is accounted to. An IPv6 network is one holder, since it has as many addresses
-/// as it wants.
+/// The holder that an address is accounted to. An IPv6 network is one holder, since one client controls all
+/// addresses of a network.
 fn holder(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) if !address.is_loopback() => {

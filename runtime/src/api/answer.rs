@@ -15,23 +15,23 @@ use super::tool_reader::ToolReader;
 use super::tools::{CallPiece, ToolPieces};
 use crate::request::{Failure, FinishReason, Logprobs, Update, UpdateReceiver, logprobs_bytes};
 
-/// A generated token with the values that `logprobs` asks for.
+/// A generated token with the values for `logprobs`.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct TokenLogprobs {
     pub(crate) id: u32,
     /// Characters of the text before this token.
     pub(crate) text_offset: usize,
-    /// None for the first token of a prompt, before which there is nothing.
+    /// None for the first token of a prompt, which has no predecessor.
     pub(crate) logprobs: Option<Logprobs>,
 }
 
 impl TokenLogprobs {
-    /// Bytes that it takes.
+    /// Bytes of the token's text.
     pub(crate) fn bytes(&self) -> usize {
         size_of::<Self>() + self.logprobs.as_ref().map_or(0, logprobs_bytes)
     }
 
-    /// The same with so many alternatives at most.
+    /// A copy with at most this many alternatives.
     pub(crate) fn with_tops(mut self, most: u32) -> Self {
         if let Some(logprobs) = &mut self.logprobs {
             logprobs.top.truncate(most as usize);
@@ -45,31 +45,31 @@ impl TokenLogprobs {
 pub(crate) struct Delta {
     /// Text to send; often empty while a character, a stop string or a call may still be completed.
     pub(crate) text: String,
-    /// What the model thinks, where its format tells that apart.
+    /// Reasoning of the model, where its format separates reasoning from the answer.
     pub(crate) thought: String,
-    /// Calls of tools, whole or in pieces.
+    /// Tool calls, whole or in pieces.
     pub(crate) calls: Vec<CallPiece>,
-    /// Log-probabilities of the tokens that the update tells, if the request asked for them.
+    /// Log-probabilities of the tokens in this update, if the request asked for them.
     pub(crate) logprobs: Vec<TokenLogprobs>,
-    /// Log-probabilities of the prompt, if they are told apart; set once.
+    /// Log-probabilities of the prompt, if they are returned separately; set once.
     pub(crate) prompt: Option<Vec<TokenLogprobs>>,
     /// Set once, on the last delta.
     pub(crate) finish: Option<FinishReason>,
 }
 
-/// What a choice is read with.
+/// Settings by which a choice is read.
 pub(crate) struct ChoiceSetup {
     pub(crate) decoder: Box<dyn TextDecoder>,
     pub(crate) rules: TextRules,
-    /// Finds calls of tools, if there are tools.
+    /// Finds tool calls, if there are tools.
     pub(crate) tools: Option<ToolReader>,
     /// Tokens that end the answer.
     pub(crate) end_ids: Arc<[u32]>,
-    /// Alternatives per token, if log-probabilities are asked for.
+    /// Alternatives per token, if log-probabilities are requested.
     pub(crate) logprobs: Option<u32>,
-    /// Reads the prompt, if the answer tells something of it.
+    /// Reads the prompt, if the answer reports anything about the prompt.
     pub(crate) prompt: Option<PromptReader>,
-    /// Whether the answer has no tokens of its own.
+    /// Whether the answer has no generated tokens.
     pub(crate) is_empty: bool,
 }
 
@@ -89,17 +89,17 @@ impl Choice {
         Choice { setup, filter, characters: 0, generated: 0, cached: None }
     }
 
-    /// Number of tokens still to come that are the prompt's.
+    /// Number of prompt tokens that the engine has yet to return.
     fn prompt_left(&self) -> usize {
         self.setup.prompt.as_ref().map_or(0, PromptReader::left)
     }
 
-    /// Whether the next token is one of the answer.
+    /// Whether the next token belongs to the answer.
     fn awaits_answer(&self) -> bool {
         self.prompt_left() == 0 && !self.setup.is_empty
     }
 
-    /// A change by text that was let through, and by the end of the answer, if this is it.
+    /// A change by text that passed the filter, and by the end of the answer, if it has ended.
     fn delta(
         &mut self,
         text: String,
@@ -148,7 +148,7 @@ impl Choice {
         }
     }
 
-    /// Adds what the answer says of its prompt, once that is complete.
+    /// Adds the report on the prompt, once it is complete.
     fn with_prompt(&mut self, delta: Delta) -> Delta {
         let Some(prompt) = self.setup.prompt.take_if(|prompt| prompt.left() == 0) else { return delta };
         let ToldPrompt { text, mut echoed, logprobs } = prompt.told();
@@ -214,8 +214,8 @@ pub(crate) struct Usage {
     pub(crate) cached_tokens: Option<u32>,
 }
 
-/// All choices of a response while they are generated. Dropping it cancels them in the engine; whoever left
-/// pays for what was generated until then.
+/// All choices of a response while they are generated. Dropping it cancels them in the engine; a client that
+/// leaves pays for the tokens generated until then.
 pub(crate) struct Answer {
     running: Vec<(Choice, Option<UpdateReceiver>)>,
     /// Index of the choice that is polled first next time, so that no choice starves the others.

@@ -44,7 +44,7 @@ pub(crate) struct Tenant {
     in_work: Arc<AtomicUsize>,
 }
 
-/// Counts a tenant's request in work until it is dropped.
+/// Counts a tenant's request in progress until it is dropped.
 pub(crate) struct Seat(Arc<AtomicUsize>);
 
 impl Drop for Seat {
@@ -170,7 +170,7 @@ fn from_hexadecimal(text: &str) -> Option<Hash> {
 pub struct Access {
     /// None if no key is required.
     keys: Option<RwLock<Vec<Known>>>,
-    /// That of all requests if no key is required.
+    /// The tenant of all requests if no key is required.
     account: Arc<Account>,
     /// Whether cached tokens are hidden from all tenants.
     hide_cached_tokens: bool,
@@ -209,12 +209,12 @@ impl Access {
     }
 
     /// Replaces the tenants by those of a changed file, keeping their accounts and counts of requests in
-    /// work. Returns the number of tenants.
+    /// progress. Returns the number of tenants.
     ///
     /// # Errors
     /// A description of the problem that contains no key; the old tenants stay in place.
     pub fn replace(&self, text: &str) -> Result<usize, String> {
-        let Some(keys) = &self.keys else { return Err("no keys are asked for".into()) };
+        let Some(keys) = &self.keys else { return Err("no keys are required".into()) };
         let file: File = toml::from_str(text).map_err(|error| without_line(&error, text))?;
         let known: Vec<Arc<Tenant>> =
             keys.read().unwrap_or_else(PoisonError::into_inner).iter().map(|(_, t)| t.clone()).collect();
@@ -260,8 +260,8 @@ fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     scheme.eq_ignore_ascii_case(b"Bearer ").then_some(key.trim_ascii())
 }
 
-/// Checks a file's entries. A tenant that was there before keeps its account and its count of requests
-/// in work.
+/// Checks the entries of a file. A tenant that existed before keeps its account and its count of requests in
+/// progress.
 fn read(file: File, known: &[Arc<Tenant>]) -> Result<Vec<Known>, String> {
     if file.tenant.is_empty() || file.tenant.len() > TENANTS_MAX {
         return Err(format!("it names {} tenants; expected 1 to {TENANTS_MAX}", file.tenant.len()));

@@ -10,7 +10,7 @@ use super::Api;
 use super::errors::ApiError;
 use crate::budget::{BudgetError, HeldBytes, Party};
 
-/// Bytes for which room is made at once for a body that announces them.
+/// Bytes that are reserved at once for a body that announces them.
 const ANNOUNCED_BYTES_MAX: usize = 1 << 20;
 /// Bytes of an oversized body that are read and discarded, as a multiple of the limit: a client that is still
 /// sending when the connection closes would lose the error that explains it.
@@ -67,10 +67,10 @@ async fn read(
 
 pub(super) fn too_many_bytes(spent: BudgetError) -> ApiError {
     let whose = match spent {
-        BudgetError::Budget => "the requests in work",
-        BudgetError::Share => "the requests of this key or address that are in work",
+        BudgetError::Budget => "the requests in progress",
+        BudgetError::Share => "the requests in progress of this key or address",
     };
-    ApiError::overloaded(format!("{whose} have too large bodies together"), 1)
+    ApiError::overloaded(format!("the bodies of {whose} are too large together"), 1)
 }
 
 fn check_media_type(headers: &HeaderMap) -> Result<(), ApiError> {

@@ -25,8 +25,8 @@ use crate::model::{ChatMessage, ToolStyle};
 const MESSAGES_MAX: usize = 16 << 10;
 /// OpenAI's values of `reasoning_effort`.
 const EFFORTS: [&str; 6] = ["none", "minimal", "low", "medium", "high", "xhigh"];
-/// Stands behind a message that the answer goes on with, so that its end is found in what a template makes
-/// of it. Unicode assigns no meaning to it.
+/// Stands behind a message that the answer continues, so that the end of the message is found in the rendered
+/// text. Unicode assigns no meaning to it.
 const END: char = '\u{FFFE}';
 
 /// Reads a request, renders the chat template and tokenises the result.
@@ -106,8 +106,8 @@ pub(crate) fn plan(
     })
 }
 
-/// Gives a field to the template under its own name, if the template reads it; it stays unread otherwise, and
-/// is refused.
+/// Passes a field to the template under its own name, if the template reads it. Otherwise the field stays
+/// unread, and is refused.
 fn template_argument(
     name: &str,
     fields: &mut Fields<'_>,
@@ -132,7 +132,7 @@ fn template_argument(
     }
 }
 
-/// Interrupts special tokens in what the client wrote; the mark used, if any.
+/// Interrupts special tokens in the client's text, and returns the mark used, if any.
 fn mark_client_text(
     messages: &mut [ChatMessage],
     arguments: &mut Map<String, Value>,
@@ -148,7 +148,7 @@ fn mark_client_text(
     mark(&mut said.strings, text).map_err(|error| encoder.failed(&error))
 }
 
-/// Whether the answer goes on with the last message.
+/// Whether the answer continues the last message.
 ///
 /// # Errors
 /// When that message is not the beginning of an answer.
@@ -167,11 +167,11 @@ fn continued(fields: &mut Fields<'_>, messages: &[ChatMessage]) -> Result<bool, 
     }
 }
 
-/// Tools that an answer may call, with the style of its calls.
+/// Tools that an answer may call, with the style of the calls.
 type CallableTools = Option<(Tools, ToolStyle)>;
 
-/// Returns the tools that may be called, or why nobody can tell. Those that must be called decide the form
-/// of the answer.
+/// Returns the tools that may be called, or the error if the style of calls is unknown. Forced calls
+/// constrain the answer.
 fn callable(
     tools: Option<Tools>,
     parameters: &mut Parameters,
@@ -179,7 +179,7 @@ fn callable(
 ) -> Result<(CallableTools, Option<ApiError>), ApiError> {
     let Some(tools) = tools else { return Ok((None, None)) };
     let Some(style) = model.text.tool_style() else {
-        let hint = "the template of this model knows no tools, or not how they are called";
+        let hint = "the template of this model has no tools, or an unknown style of calls";
         return Ok((None, Some(ApiError::unsupported("tools", hint))));
     };
     if parameters.format.is_some() {
@@ -194,8 +194,8 @@ fn callable(
     Ok((Some((tools, style)), None))
 }
 
-/// All text that the client wrote and that a template can print. Roles are a few fixed words; names of
-/// variables are not printed.
+/// All text of the client that a template can print. Roles are a few fixed words; names of variables are not
+/// printed.
 #[derive(Default)]
 struct ClientText<'a> {
     strings: Vec<&'a mut String>,
@@ -228,7 +228,7 @@ impl<'a> ClientText<'a> {
     }
 }
 
-/// Reads the messages, but no more than can be used: a template makes at least one token of each.
+/// Reads the messages, at most as many as fit: a template makes at least one token of each.
 fn messages(fields: &mut Fields<'_>, encoder: &Encoder<'_>) -> Result<Vec<ChatMessage>, ApiError> {
     let Some(raw) = fields.take("messages") else {
         return Err(ApiError::field("messages", "missing_parameter", "'messages' is missing"));
@@ -252,7 +252,7 @@ fn messages(fields: &mut Fields<'_>, encoder: &Encoder<'_>) -> Result<Vec<ChatMe
     Ok(messages)
 }
 
-/// Names under which clients send what a model thought before it answered.
+/// Names under which clients send the reasoning that preceded an answer.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 /// Fields of messages that servers send, that clients send back, and that no template prints.
 const ECHOED: [&str; 3] = ["annotations", "reasoning_details", "provider_specific_fields"];
@@ -313,8 +313,8 @@ fn role(name: &str, raw: Option<&RawValue>) -> Result<&'static str, ApiError> {
     }
 }
 
-/// The message as transformers gives it to templates: with its fields in the client's order, without
-/// those that are null, and with what the model thought under two names.
+/// The message as transformers passes it to templates: fields in the client's order, null fields left out,
+/// and the reasoning under two names.
 fn with_order(mut message: ChatMessage, raw: &RawValue, has_content: bool) -> ChatMessage {
     let mut order: Vec<String> = Vec::new();
     let walked = json::entries(raw.get(), |name, _| {

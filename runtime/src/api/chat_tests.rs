@@ -1,6 +1,6 @@
 use super::*;
 
-/// What a template sees of a message.
+/// A message as a template sees it.
 fn seen(message: &str) -> Result<String, String> {
     let raw: Box<RawValue> = serde_json::from_str(message).unwrap();
     let read = super::message(0, &raw, &mut 0).map_err(|error| error.to_json())?;

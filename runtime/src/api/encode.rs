@@ -8,11 +8,11 @@ use super::text::Marked;
 const PIECE_BYTES: usize = 64 << 10;
 /// Bytes per token below which a long text may not fit, and is counted first.
 const BYTES_PER_TOKEN: usize = 4;
-/// A text is refused when its pieces have this many times the tokens that would fit, since cutting it
-/// elsewhere could give fewer.
+/// A text is refused when its pieces have this many times the tokens that would fit, since other cuts could
+/// give fewer tokens.
 const PIECES_MARGIN: usize = 2;
 
-/// Tells whether nothing waits for the result any more.
+/// Reports whether no caller waits for the result any more.
 pub(crate) type Stopped<'a> = &'a dyn Fn() -> bool;
 
 /// Tokenises one field of a request.
@@ -35,7 +35,7 @@ impl Encoder<'_> {
         match ids.iter().find(|id| **id >= vocabulary) {
             None => Ok(ids),
             Some(id) => Err(self.failed(&format!(
-                "the tokenizer makes token {id} of it, and the model has only {vocabulary}: they do not belong together"
+                "the tokenizer returned token {id}, and the model has only {vocabulary}: tokenizer and model do not match"
             ))),
         }
     }

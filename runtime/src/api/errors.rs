@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::request::{Failure, FailureKind, Rejection};
 
-/// Code of the error of a request that ended engines. Gateways know it (`runtime/engines/src/ask.rs`).
+/// Error code of a request that ended engines. Gateways know it (`runtime/engines/src/ask.rs`).
 const QUARANTINED_CODE: &str = "request_quarantined";
 
 /// An error for the client: `{"error":{"message","type","param","code"}}` with a status.
@@ -66,12 +66,12 @@ impl ApiError {
         Self::field(param, "unsupported_parameter", format!("'{param}' is not supported: {hint}"))
     }
 
-    /// The same about a field within `place`.
+    /// Like `unsupported`, for a field within `place`.
     pub(crate) fn within(self, place: &str) -> Self {
         ApiError { param: self.param.map(|param| format!("{place}.{param}")), ..self }
     }
 
-    /// The same about fields that the client knows by other names.
+    /// Like `unsupported`, for fields that the client knows by other names.
     pub(crate) fn renamed(mut self, names: &[(&str, &str)]) -> Self {
         let Some(param) = &mut self.param else { return self };
         if let Some((from, to)) = names.iter().find(|(from, _)| param.starts_with(from)) {
@@ -95,14 +95,14 @@ impl ApiError {
     /// Status 403: the `Host` header is not a name of this server.
     pub(crate) fn foreign_host(host: &str) -> Self {
         let message =
-            format!("this server is not asked as '{host}': its operator can allow that by --allow-host");
+            format!("host name '{host}' is not allowed: the server's operator can allow it by --allow-host");
         Self::new(StatusCode::FORBIDDEN, "invalid_request_error", "host_not_allowed", message)
     }
 
     /// Status 403: the request comes from a web page of an origin that is not allowed.
     pub(crate) fn foreign_origin() -> Self {
         let message =
-            "pages of this origin may not ask here: the server's operator can allow that by --allow-origin";
+            "pages of this origin are not allowed: the server's operator can allow it by --allow-origin";
         Self::new(StatusCode::FORBIDDEN, "invalid_request_error", "origin_not_allowed", message)
     }
 
@@ -120,7 +120,7 @@ impl ApiError {
 
     /// Status 405: the method is not allowed here.
     pub(crate) fn method() -> Self {
-        let message = "this address does not take that method";
+        let message = "this method is not allowed at this address";
         Self::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", "method_not_allowed", message)
     }
 
@@ -154,7 +154,7 @@ impl ApiError {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", "internal_error", message)
     }
 
-    /// Status 429 for what was turned away, else 500.
+    /// Status 429 for rejected requests, else 500.
     pub(crate) fn failure(failure: Failure) -> Self {
         match failure.kind {
             FailureKind::TurnedAway => ApiError::overloaded(failure.message, 1),
@@ -164,7 +164,7 @@ impl ApiError {
         }
     }
 
-    /// Status 502: the engines that were asked gave no answer.
+    /// Status 502: no engine answered.
     pub(crate) fn engine(message: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_GATEWAY, "server_error", "engine_failed", message)
     }
@@ -181,7 +181,7 @@ impl ApiError {
         ApiError { retry_after_s: Some(retry_after_s), ..error }
     }
 
-    /// What is wrong, in words.
+    /// The message of the error.
     pub(crate) fn message(&self) -> &str {
         &self.message
     }
@@ -226,7 +226,7 @@ impl IntoResponse for ApiError {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
         if self.code == QUARANTINED_CODE {
-            // OpenAI's clients retry every status from 500 on, unless they are told not to
+            // OpenAI's clients retry every status from 500 on, unless a header forbids it
             headers.insert("x-should-retry", HeaderValue::from_static("false"));
         }
         if self.status == StatusCode::UNAUTHORIZED {

@@ -1,4 +1,4 @@
-//! What form an answer must have: `response_format`, and vLLM's fields for structured outputs.
+//! Constraints on the answer: `response_format`, and vLLM's fields for structured outputs.
 
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
@@ -9,10 +9,10 @@ use super::refused::asks_for_nothing;
 use super::{ServedModel, fields};
 use crate::grammar::{Grammar, GrammarClient, GrammarError};
 
-/// Maximum number of texts to choose from.
+/// Maximum number of choices in a grammar.
 const CHOICES_MAX: usize = 4096;
 
-/// vLLM's older names of what `structured_outputs` holds, and the newer ones.
+/// vLLM's older names of the fields in `structured_outputs`, and the newer names.
 const GUIDED: [(&str, &str); 5] = [
     ("guided_json", "json"),
     ("guided_json_object", "json_object"),
@@ -21,7 +21,7 @@ const GUIDED: [(&str, &str); 5] = [
     ("guided_grammar", "grammar"),
 ];
 
-/// A grammar, and the field that asked for it.
+/// A grammar, and the field that requested it.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct AnswerForm {
     field: String,
@@ -29,12 +29,12 @@ pub(crate) struct AnswerForm {
 }
 
 impl AnswerForm {
-    /// A form that a field asks for.
+    /// A constraint from a field.
     pub(crate) fn new(field: &str, grammar: Grammar) -> Self {
         AnswerForm { field: field.into(), grammar }
     }
 
-    /// Reads the fields that say what an answer must be; none if it may be anything.
+    /// Reads the fields that constrain an answer; none if the answer is free.
     pub(crate) fn parse(fields: &mut Fields<'_>) -> Result<Option<Self>, ApiError> {
         let mut found: Vec<AnswerForm> = Vec::new();
         found.extend(response_format(fields)?);
@@ -56,12 +56,12 @@ impl AnswerForm {
         Ok(found.pop())
     }
 
-    /// Whether an answer may do without it.
+    /// Whether the constraint may be dropped.
     pub(crate) fn is_optional(&self) -> bool {
         self.grammar.is_optional()
     }
 
-    /// Refuses a form of answers that never end; `ends` says whether a token ends them.
+    /// Refuses a constraint if answers never end; `ends` says whether a token ends them.
     pub(crate) fn check_end(&self, ends: bool) -> Result<(), ApiError> {
         if ends {
             return Ok(());
@@ -70,7 +70,7 @@ impl AnswerForm {
         Err(ApiError::value(self.field.clone(), message))
     }
 
-    /// Refuses what no answer of this model can follow. It blocks while the grammar is compiled.
+    /// Refuses a grammar that no answer of this model can follow. It blocks while the grammar is compiled.
     pub(crate) fn check_grammar(
         &self,
         model: &ServedModel,
@@ -126,7 +126,7 @@ fn response_format(fields: &mut Fields<'_>) -> Result<Option<AnswerForm>, ApiErr
     Ok(Some(AnswerForm::new(FIELD, grammar)))
 }
 
-/// Refuses what of an object was not read and would change the answer.
+/// Refuses unread fields of an object that would change the answer.
 fn refuse_effects(within: &str, mut inner: Fields<'_>) -> Result<(), ApiError> {
     let names: Vec<String> = inner.unread().map(str::to_owned).collect();
     for name in names {

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 use super::tool_bodies::{CalledFunction, ReadCalls};
 use super::tools::ToolCall;
 
-/// What stands around a text.
+/// Quotes around a text.
 const QUOTE: &str = "<|\"|>";
 /// Maximum nesting of a value.
 const DEPTH_MAX: usize = 64;
@@ -31,7 +31,7 @@ pub(super) fn read(text: &str, functions: &[CalledFunction]) -> ReadCalls {
     }
 }
 
-/// Why there is no value.
+/// The reason for a missing value.
 enum CutOrWrong {
     Cut,
     Wrong,
@@ -53,7 +53,7 @@ impl<'a> GemmaCursor<'a> {
         }
     }
 
-    /// What may be a name, a number or a constant.
+    /// Characters of names, numbers and constants.
     fn word(&mut self) -> &'a str {
         let rest = self.rest.trim_start();
         let is_part = |letter: char| letter.is_alphanumeric() || "_.-+".contains(letter);
@@ -62,7 +62,7 @@ impl<'a> GemmaCursor<'a> {
         word
     }
 
-    /// A text in Gemma's quotes, or in JSON's.
+    /// A text in Gemma's or JSON's quotes.
     fn text(&mut self) -> Option<Result<String, CutOrWrong>> {
         if self.skip(QUOTE) {
             let Some((text, behind)) = self.rest.split_once(QUOTE) else { return Some(Err(CutOrWrong::Cut)) };

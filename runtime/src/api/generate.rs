@@ -35,21 +35,21 @@ pub(crate) struct Plan {
     /// The default for `max_tokens`; none means all that the context leaves.
     pub(crate) max_tokens_default: Option<u32>,
     pub(crate) logprobs: Option<u32>,
-    /// What the answer tells of its prompt, and the prompts' texts, where the client gave texts to be told.
+    /// What the answer reports about its prompt, and the prompts' texts, where the client sent texts to echo.
     pub(crate) prompt_wishes: PromptWishes,
     pub(crate) prompt_texts: Vec<Option<String>>,
-    /// Tools that may be called, and how the model does that.
+    /// Tools that may be called, and the style of calls.
     pub(crate) tools: Option<(Tools, ToolStyle)>,
     /// Number of calls in the conversation so far.
     pub(crate) past_calls: usize,
-    /// Why nothing is generated, though the prompt can be made.
+    /// The reason why nothing is generated, though the prompt can be made.
     pub(crate) refused: Option<ApiError>,
     pub(crate) parameters: Parameters,
-    /// What the client is told of fields that nobody knows.
+    /// The warning to the client about unknown fields.
     pub(crate) warning: Option<HeaderValue>,
     /// Whether the KV of the prompt is for another engine.
     pub(crate) keeps_kv: bool,
-    /// What a response repeats of its request; of `/v1/responses` alone.
+    /// Request fields that a response repeats; of `/v1/responses` alone.
     pub(crate) response: Option<ResponseFrame>,
 }
 
@@ -121,7 +121,7 @@ pub(crate) async fn respond(
     Ok(response)
 }
 
-/// The kind of document that an answer becomes.
+/// The document type of an answer.
 enum AnswerDocument {
     Choices { head: Head, with_logprobs: bool },
     Response(Box<ResponseHead>),
@@ -142,7 +142,7 @@ impl AnswerDocument {
 }
 
 impl Plan {
-    /// The form of its answer.
+    /// The constraint on the answer.
     fn form(&mut self, head: Head) -> AnswerDocument {
         match self.response.take() {
             Some(frame) => {
@@ -209,16 +209,16 @@ fn requests(
 }
 
 impl Parameters {
-    /// Whether answers end once they have a form.
+    /// Whether answers end once they are complete by their grammar.
     pub(crate) fn may_have_form(&self, model: &ServedModel) -> bool {
         self.text.min_tokens == 0 && !end_ids(model, self).is_empty()
     }
 
-    /// Refuses a form if no token ends answers, or if answers must not end when they are complete.
+    /// Refuses a constraint if no token ends answers, or if answers must not end when they are complete.
     pub(crate) fn check_format_ends(&self, model: &ServedModel) -> Result<(), ApiError> {
         let Some(format) = &self.format else { return Ok(()) };
         if self.text.min_tokens > 0 {
-            let hint = "an answer of a form ends once it is complete";
+            let hint = "a constrained answer ends once it is complete";
             return Err(ApiError::unsupported("min_tokens", hint));
         }
         format.check_end(!end_ids(model, self).is_empty())
@@ -230,7 +230,7 @@ fn end_ids(model: &ServedModel, parameters: &Parameters) -> Arc<[u32]> {
     eos_ids.iter().chain(&parameters.stop_token_ids).copied().collect()
 }
 
-/// What an answer of at most `max_tokens` must not draw before it is long enough.
+/// Tokens that must not be drawn before an answer of at most `max_tokens` is long enough.
 fn minimum(
     model: &ServedModel,
     parameters: &Parameters,
@@ -269,7 +269,7 @@ fn max_tokens(
             let message = "'max_tokens' is 0, which needs 'echo' or 'prompt_logprobs'";
             return Err(ApiError::value("max_tokens", message));
         }
-        // the engine draws a token, which is not told, unless the prompt's own are drawn
+        // the engine draws one token, which is discarded, unless the prompt's own are drawn
         if left > 0 || wishes.tops().is_some() && prompt_tokens > 1 && prompt_tokens <= context as usize {
             return Ok(0);
         }
@@ -316,11 +316,11 @@ async fn submit(
     Ok(Answer::new(running, lengths().sum(), choices, tally, seat))
 }
 
-/// What a choice of prompt number `prompt` is read with.
+/// Settings by which a choice of prompt number `prompt` is read.
 fn choice_setup(model: &ServedModel, plan: &Plan, prompt: usize) -> Result<ChoiceSetup, ApiError> {
     let (parameters, text) = (&plan.parameters, model.text.as_ref());
     let streams = parameters.stream.is_some();
-    // answers of gpt-oss are read as what they are, with tools and without
+    // answers of gpt-oss are parsed as harmony, with tools and without
     let harmony = Some(ToolStyle::Harmony).filter(|style| text.tool_style() == Some(*style));
     let harmony =
         harmony.filter(|_| plan.endpoint != Endpoint::Completions && !parameters.text.shows_specials);
@@ -384,7 +384,7 @@ async fn collect(
     Ok(([(header::CONTENT_TYPE, json)], body).into_response())
 }
 
-/// A document that waits for its client, and what it holds of the budget of answers until it is sent.
+/// A document that waits for its client, and its share of the budget of answers until it is sent.
 struct HeldDocument {
     document: String,
     _held: HeldBytes,
@@ -401,5 +401,5 @@ fn too_long_an_answer(spent: BudgetError) -> ApiError {
         BudgetError::Budget => "the answers",
         BudgetError::Share => "the answers to this key or address",
     };
-    ApiError::overloaded(format!("{whose} that wait are too long together; use 'stream'"), 1)
+    ApiError::overloaded(format!("{whose} that wait to be sent are too large together; use 'stream'"), 1)
 }

@@ -9,7 +9,7 @@ use super::generate::Plan;
 
 pub(crate) const FIELD: &str = "kv_transfer_params";
 
-/// Whether the KV of the prompt is for another engine. KV that came from one needs no word: it is found in
+/// Whether the KV of the prompt is for another engine. KV from another engine needs no field: it is found in
 /// the cache. Without [`ServedModel::exchange`] the field stays unread, and is refused.
 pub(crate) fn parse(fields: &mut Fields<'_>, model: &ServedModel) -> Result<bool, ApiError> {
     if model.exchange.is_none() {
@@ -18,7 +18,7 @@ pub(crate) fn parse(fields: &mut Fields<'_>, model: &ServedModel) -> Result<bool
     let given = fields.object(FIELD)?.unwrap_or_default();
     let (decode, prefill) = (flag(&given, "do_remote_decode")?, flag(&given, "do_remote_prefill")?);
     if decode && prefill {
-        let message = format!("'{FIELD}': KV of a prompt comes from elsewhere or goes there, not both");
+        let message = format!("'{FIELD}': the KV of a prompt is received or sent, not both");
         return Err(ApiError::value(FIELD, message));
     }
     Ok(decode)
@@ -33,7 +33,7 @@ fn flag(given: &Map<String, Value>, name: &str) -> Result<bool, ApiError> {
 }
 
 impl Plan {
-    /// Where the KV of the prompt will be, if it is for another engine.
+    /// Location of the prompt's KV, if it is for another engine.
     ///
     /// # Errors
     /// When there is no single prompt and answer.
@@ -55,5 +55,5 @@ impl Plan {
 }
 
 fn undivided(what: &str) -> ApiError {
-    ApiError::value(FIELD, format!("'{FIELD}' with 'do_remote_decode' is not taken beside {what}"))
+    ApiError::value(FIELD, format!("'{FIELD}' with 'do_remote_decode' is not supported beside {what}"))
 }

@@ -1,5 +1,5 @@
-//! Answers in the harmony format of gpt-oss: messages in channels, of which one has the text for the client,
-//! one what the model thinks, and one calls of tools.
+//! Answers in the harmony format of gpt-oss: messages in channels, one for the client's text, one for
+//! reasoning, and one for tool calls.
 
 use super::stop::overlap;
 use super::tool_bodies::CalledFunction;
@@ -7,19 +7,19 @@ use super::tools::{CallPiece, ToolPieces};
 
 const MESSAGE: &str = "<|message|>";
 const CHANNEL: &str = "<|channel|>";
-/// What ends a message.
+/// Marks that end a message.
 const ENDS: [&str; 4] = ["<|end|>", "<|call|>", "<|return|>", "<|start|>"];
-/// How the head of a message begins; an answer that begins otherwise is text.
+/// First mark of a message's head; an answer that begins otherwise is text.
 const HEADS: [&str; 4] = [CHANNEL, " to=", "<|start|>", "<|constrain|>"];
 
-/// Where an answer is.
+/// The reader's position in an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum HarmonyPart {
     /// Before the text of a message.
     Head,
     /// Text for the client.
     Said,
-    /// What the model thinks, and what it says to itself.
+    /// Reasoning, and preambles that are not for the client.
     Thought,
     /// Arguments of a call.
     Call,
@@ -33,7 +33,7 @@ pub(super) struct HarmonyReader {
     part: HarmonyPart,
     /// Whether a message has ended.
     any_message: bool,
-    /// Text that is not told yet.
+    /// Text that has not been returned yet.
     held: String,
     calls: usize,
 }
@@ -68,7 +68,7 @@ impl HarmonyReader {
         pieces
     }
 
-    /// Takes something off what is held; false if that needs more text.
+    /// Consumes part of `held`; false if that needs more text.
     fn step(&mut self, pieces: &mut ToolPieces) -> bool {
         if self.part == HarmonyPart::Head {
             return self.step_head(pieces);
@@ -101,7 +101,7 @@ impl HarmonyReader {
             self.part = self.part_of(&head, pieces);
             return true;
         }
-        // a message that follows begins with its role
+        // the next message begins with its role
         let may_begin = |head: &&str| self.held.starts_with(*head) || head.starts_with(&*self.held);
         if HEADS.iter().any(may_begin) || self.any_message {
             return false;
@@ -110,7 +110,7 @@ impl HarmonyReader {
         true
     }
 
-    /// The part that begins behind a head, such as `<|channel|>commentary to=functions.look json`.
+    /// The part that follows a head, such as `<|channel|>commentary to=functions.look json`.
     fn part_of(&mut self, head: &str, pieces: &mut ToolPieces) -> HarmonyPart {
         let word = |mark: &str| {
             let (_, behind) = head.split_once(mark)?;
@@ -148,7 +148,7 @@ impl HarmonyReader {
 mod tests {
     use super::*;
 
-    /// Text, thoughts and calls of an answer that comes letter by letter.
+    /// Text, reasoning and calls of an answer that arrives letter by letter.
     fn read(text: &str) -> (String, String, Vec<(String, String)>) {
         let functions = vec![("look".to_owned(), serde_json::json!({}))];
         let mut reader = HarmonyReader::new(functions, true);
@@ -171,7 +171,7 @@ mod tests {
         assert_eq!(read(answer), ("Yes.".into(), "Hm <b>.".into(), vec![]));
         assert_eq!(read("plain {text}"), ("plain {text}".into(), String::new(), vec![]));
         assert_eq!(read("<|channel|>final<|message|>a<|return|>").0, "a");
-        // what the model says before it calls
+        // a preamble before a call
         assert_eq!(read("<|channel|>commentary<|message|>I look.<|end|>").0, "I look.");
         assert_eq!(read("<|channel|>analy"), (String::new(), String::new(), vec![]), "cut within a head");
     }

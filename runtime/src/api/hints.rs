@@ -1,7 +1,7 @@
-//! What a request says of itself: how urgent it is, by when its answer is wanted, how long that will be.
+//! Hints of a request: priority, deadline and expected length.
 //!
 //! Names are those of OpenAI (`service_tier`), vLLM (`priority`) and Dynamo (`nvext.agent_hints`) where they
-//! have one. What is said here is either honoured or refused.
+//! have one. Each hint is either honoured or refused.
 
 use super::errors::ApiError;
 use super::fields::{Fields, value};
@@ -15,7 +15,7 @@ const DEADLINE_S_MAX: f64 = 604_800.0;
 /// Longest chain of requests with one deadline.
 const REQUESTS_LEFT_MAX: i64 = 1_000_000;
 
-/// The same, before it is known what time it is.
+/// Hints before the current time is known.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct ParsedHints {
     /// The tier, if the client named any.
@@ -28,7 +28,7 @@ pub(crate) struct ParsedHints {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Time {
-    /// Seconds after the request came.
+    /// Seconds after the request arrived.
     In(f64),
     /// Seconds since 1970.
     At(f64),
@@ -53,8 +53,7 @@ impl ParsedHints {
         let deadline_s = fields.number("deadline_s", 1e-3..=DEADLINE_S_MAX)?.map(Time::In);
         let deadline = fields.number("deadline", 0.0..=f64::MAX)?.map(Time::At);
         if deadline_s.is_some() && deadline.is_some() {
-            let message =
-                "'deadline' (Unix time) and 'deadline_s' (from now) are two ways to say it: give one";
+            let message = "'deadline' (Unix time) and 'deadline_s' (from now) exclude each other: give one";
             return Err(ApiError::value("deadline_s", message));
         }
         let deadline = deadline.or(deadline_s);
@@ -73,7 +72,8 @@ impl ParsedHints {
         })
     }
 
-    /// Of a request that came at `arrived`, where `unix` is that time in seconds since 1970.
+    /// Converts hints of a request that arrived at `arrived`, where `unix` is that time in seconds since
+    /// 1970.
     pub(crate) fn hints(&self, arrived: Seconds, unix: Seconds) -> Result<Hints, ApiError> {
         let deadline_s = match self.deadline {
             None => None,
@@ -120,15 +120,15 @@ fn tier(fields: &mut Fields<'_>) -> Result<Option<ServiceTier>, ApiError> {
 
 #[derive(Default)]
 struct AgentHints {
-    /// More goes first.
+    /// Higher values go first.
     priority: Option<i64>,
     output_tokens: Option<u32>,
 }
 
-/// Dynamo's hints. Of its other extensions only those are taken that ask for nothing.
+/// Dynamo's hints. Of Dynamo's other extensions only those without effect are accepted.
 fn agent_hints(fields: &mut Fields<'_>) -> Result<AgentHints, ApiError> {
     let Some(mut extensions) = fields.fields("nvext")? else { return Ok(AgentHints::default()) };
-    // who it is for, for traces
+    // the session's id, for traces
     extensions.take("agent_context");
     let hints = extensions.fields("agent_hints").map_err(within_nvext)?;
     only_neutral(&extensions, "nvext")?;
@@ -148,7 +148,7 @@ fn within_hints(error: ApiError) -> ApiError {
     error.within("nvext.agent_hints")
 }
 
-/// Refuses whatever is left and asks for something.
+/// Refuses every other field with an effect.
 fn only_neutral(fields: &Fields<'_>, place: &str) -> Result<(), ApiError> {
     for name in fields.unread() {
         let asks = fields
@@ -174,7 +174,7 @@ mod tests {
         ParsedHints::parse(&mut fields)
     }
 
-    /// At 5 s of the server's clock, 1000 s of everybody's.
+    /// At 5 s of the server's clock, which is Unix time 1000 s.
     fn hints(body: Value) -> Result<Hints, ApiError> {
         asked(body)?.hints(Seconds(5.0), Seconds(1000.0))
     }

@@ -1,5 +1,4 @@
-//! The description of the HTTP interface in the form of OpenAPI, and what it says of fields that it does not
-//! have.
+//! The OpenAPI description of the HTTP interface, and warnings about fields that it lacks.
 
 use super::fields::Fields;
 use axum::http::{HeaderValue, header};
@@ -10,7 +9,7 @@ use std::collections::BTreeSet;
 use std::sync::LazyLock;
 
 const INTERFACE: &str = include_str!("openapi.json");
-/// Unknown fields of a request that are told, and the longest name of one.
+/// Maximum number of unknown fields in a warning, and the maximum length of their names.
 const TOLD_MAX: usize = 4;
 const NAME_BYTES_MAX: usize = 64;
 
@@ -22,14 +21,13 @@ static KNOWN: LazyLock<BTreeSet<String>> = LazyLock::new(|| {
     named.flat_map(|properties| properties.keys().cloned()).collect()
 });
 
-/// Answers with the description, which holds nothing of this server.
+/// Answers with the description, which contains nothing specific to this server.
 pub(super) async fn interface() -> Response {
     let text = INTERFACE.replacen("VERSION", env!("CARGO_PKG_VERSION"), 1);
     ([(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))], text).into_response()
 }
 
-/// The value of a `warning` header for fields that have no effect since nobody knows them and that are like
-/// one that is known; none without.
+/// The value of a `warning` header for unknown fields that resemble a known one; none without such fields.
 pub(super) fn unknown_fields(fields: &Fields<'_>) -> Option<HeaderValue> {
     let is_plain = |name: &&str| {
         name.len() <= NAME_BYTES_MAX && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')

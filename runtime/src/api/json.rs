@@ -71,7 +71,7 @@ impl<'a, F: FnMut(&'a RawValue) -> ControlFlow<()>> Visitor<'a> for Elements<F> 
 
 struct Entries<F>(F);
 
-/// A key that borrows where it can.
+/// A key, borrowed where possible.
 #[derive(serde::Deserialize)]
 struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
 

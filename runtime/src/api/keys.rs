@@ -29,7 +29,7 @@ impl KeysFile {
     /// Reads a file of tenants.
     ///
     /// # Errors
-    /// Why it cannot be read, or what is wrong with it; the message contains no key.
+    /// Why it cannot be read, or the fault of its content; the message contains no key.
     pub fn open(path: &Path) -> Result<(Self, Access), String> {
         let (stamp, text) = read(path)?;
         let access = Access::tenants(&text)?;
@@ -46,11 +46,11 @@ impl KeysFile {
         match read(&self.path).and_then(|(stamp, text)| Ok((stamp, access.replace(&text)?))) {
             Ok((read, tenants)) => {
                 self.stamp = Some(read);
-                tracing::info!(file, tenants, "keys read again");
+                tracing::info!(file, tenants, "keys reloaded");
             }
             Err(error) => {
                 self.stamp = stamp;
-                tracing::error!(file, error, "the changed keys cannot be taken; those from before hold on");
+                tracing::error!(file, error, "the changed keys are invalid; the previous ones stay valid");
             }
         }
     }

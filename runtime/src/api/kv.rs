@@ -1,8 +1,9 @@
-//! `/v1/kv`: KV of prompts as frames, for engines of others.
+//! `/v1/kv`: KV of prompts as frames, for external engines.
 //!
-//! A read is answered by frames of consecutive blocks as they are asked for, up to the first that is not in
-//! host memory. The body of a write is the length of its head in bytes (8, little endian), the head, which
-//! has the fields of a read, and frames of consecutive blocks. One frame of a body is in memory at a time.
+//! A read is answered by frames of consecutive blocks as they are requested, up to the first block that is
+//! not in host memory. The body of a write is the length of its head in bytes (8, little endian), the head,
+//! which has the fields of a read, and frames of consecutive blocks. One frame of a body is in memory at a
+//! time.
 
 use axum::body::{Body, BodyDataStream, Bytes};
 use axum::extract::{Extension, State};
@@ -31,11 +32,11 @@ use crate::kv_exchange::{ExchangePrompt, KvExchange, KvRefusal};
 const READ_BYTES: usize = 4 << 20;
 /// Bytes before the head of a write.
 const LENGTH_BYTES: usize = 8;
-/// Bytes of a refused body that are read and discarded, so that its sender gets to read why.
+/// Bytes of a refused body that are read and discarded, so that the sender can read the error.
 const DISCARD_BYTES_MAX: usize = 64 << 20;
 const MEDIA_TYPE: &str = "application/octet-stream";
 
-/// What is read or written: blocks of a prompt from `first` on.
+/// The blocks of a prompt that are read or written, from `first` on.
 struct KvRange {
     prompt: ExchangePrompt,
     first: usize,
@@ -71,7 +72,7 @@ impl KvRange {
 }
 
 fn exchange(api: &Api) -> Result<(Arc<ServedModel>, Arc<KvExchange>), ApiError> {
-    let off = || ApiError::not_found("KV is not exchanged here; --kv-exchange of mixfleet serve has it done");
+    let off = || ApiError::not_found("KV is not exchanged here: start mixfleet serve with --kv-exchange");
     let Serving::Model(model) = api.serving()? else { return Err(off()) };
     let exchange = model.exchange.clone().ok_or_else(off)?;
     Ok((model, exchange))
@@ -81,7 +82,7 @@ fn not_yet() -> ApiError {
     ApiError::unavailable("weights_unknown", "the digest of the weights is not known yet", RETRY_AFTER_S)
 }
 
-/// What another engine needs to know.
+/// The layout that another engine needs to know.
 pub(super) async fn describe(State(api): State<Arc<Api>>) -> Result<Response, ApiError> {
     let (model, exchange) = exchange(&api)?;
     let mut told = exchange.described().ok_or_else(not_yet)?;
@@ -98,7 +99,7 @@ pub(super) async fn read(
 ) -> Result<Response, ApiError> {
     let (model, exchange) = exchange(&api)?;
     if tenant.hide_cached_tokens {
-        return Err(ApiError::not_found("this key may not see what is cached"));
+        return Err(ApiError::not_found("this key may not see cached tokens"));
     }
     let seat = api.seat(tenant.clone(), &party)?;
     let (text, held) = body::read_json(&api, party.clone(), &headers, body).await?;
@@ -126,7 +127,7 @@ pub(super) async fn read(
     Ok(([(header::CONTENT_TYPE, kind)], Body::from_stream(frames)).into_response())
 }
 
-/// Takes frames of a prompt into host memory.
+/// Stores frames of a prompt in host memory.
 pub(super) async fn write(
     State(api): State<Arc<Api>>,
     Extension(TenantCaller { tenant, party }): Extension<TenantCaller>,
@@ -154,12 +155,12 @@ struct Writing<'a> {
     party: Party,
     held: HeldBytes,
     stream: BodyDataStream,
-    /// What was read and not looked at.
+    /// Bytes that were read and not parsed.
     bytes: Vec<u8>,
 }
 
 impl Writing<'_> {
-    /// Takes all frames, and returns their number.
+    /// Stores all frames, and returns their number.
     async fn take(
         &mut self,
         (model, exchange): (Arc<ServedModel>, Arc<KvExchange>),
@@ -188,7 +189,7 @@ impl Writing<'_> {
                 Err(error) => break Err(error),
             }
         };
-        // those before a frame that was refused are what they should be
+        // the frames before a refused one are valid
         let settle = move |_: Stopped<'_>| exchange.settle(&range.prompt, at);
         self.api.readers.run(usize::MAX, self.party.clone(), (), settle).await?;
         taken
@@ -202,18 +203,18 @@ impl Writing<'_> {
     ) -> Result<(), ApiError> {
         let (with, its) = (exchange.clone(), range.clone());
         let take = move |_: Stopped<'_>| with.take(&its.prompt, at, &frame);
-        // a thread of its own, since what leaves host memory may have to be written to a disk
+        // a thread of its own, since blocks evicted from host memory may have to be written to a disk
         let (taken, ()) = self.api.readers.run(usize::MAX, self.party.clone(), (), take).await?;
         let Err(refusal) = taken else { return Ok(()) };
         let message =
-            format!("block {at} of the prompt: {refusal}; {} before it were taken", at - range.first);
+            format!("block {at} of the prompt: {refusal}; {} earlier ones were stored", at - range.first);
         Err(match refusal {
             KvRefusal::Full | KvRefusal::Failed(_) => ApiError::overloaded(message, 1),
             _ => ApiError::field("frames", "kv_refused", message),
         })
     }
 
-    /// The next so many bytes of the body; none at its end.
+    /// The next `count` bytes of the body; none at its end.
     async fn next(&mut self, count: usize) -> Result<Option<Vec<u8>>, ApiError> {
         let missing = count.saturating_sub(self.held.bytes());
         self.held.grow(missing).map_err(too_many_bytes)?;
@@ -247,7 +248,7 @@ impl Writing<'_> {
         Ok(())
     }
 
-    /// Reads and discards what is left, within limits.
+    /// Reads and discards the rest, within limits.
     async fn discard(&mut self) {
         let stream = &mut self.stream;
         let discard = pin!(async move {

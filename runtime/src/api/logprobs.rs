@@ -110,19 +110,19 @@ impl Alternative {
     }
 }
 
-/// `prompt_logprobs` as vLLM has them: for each token but the first its own value and those of the best ones,
+/// `prompt_logprobs` in vLLM's shape: for each token but the first, its value and those of the best tokens,
 /// by id.
 #[derive(Debug, Serialize)]
 pub(crate) struct PromptLogprobs(Vec<Option<RankedMap>>);
 
-/// Tokens by id; the prompt's own comes first.
+/// Tokens by id; the prompt's own token is first.
 #[derive(Debug)]
 struct RankedMap(Vec<(u32, PromptAlternative)>);
 
 #[derive(Debug, Serialize)]
 struct PromptAlternative {
     logprob: f32,
-    /// From 1 for the likeliest token; unknown beyond the alternatives that were asked for.
+    /// From 1 for the likeliest token; unknown beyond the requested alternatives.
     rank: Option<usize>,
     decoded_token: String,
 }

@@ -96,8 +96,8 @@ const RETRY_AFTER_S: u64 = 5;
 pub struct Limits {
     /// Maximum size of a body; larger ones get 413.
     pub body_bytes_max: usize,
-    /// Bytes of bodies in work over all requests, from arrival until they are tokenised; beyond that 429.
-    /// Half of them is the limit of one tenant, or of one address where tenants have no keys of their own.
+    /// Bytes of bodies over all requests, from arrival until they are tokenised; beyond that 429. Half of
+    /// them is the limit of one tenant, or of one address where tenants have no keys of their own.
     pub bodies_bytes_max: usize,
     /// Bytes of answers that wait for their clients, over all requests; half of them is the limit of one
     /// tenant or address, as above. Streams beyond that end, whole answers get 429.
@@ -157,7 +157,7 @@ pub struct ServedModel {
     pub name: String,
     /// Seconds since 1970-01-01, for `/v1/models`.
     pub created: u64,
-    /// The engine that requests are submitted to.
+    /// The engine that executes the requests.
     pub engine: EngineHandle,
     /// The model's tokenizer and chat template.
     pub text: Arc<dyn TextModel>,
@@ -167,7 +167,7 @@ pub struct ServedModel {
     pub eos_ids: Arc<[u32]>,
     /// Sampling parameters where the request gives none; the seed is not used.
     pub defaults: Sampling,
-    /// Where engines of others read and write KV, if they may.
+    /// Storage in which external engines read and write KV, if they may.
     pub exchange: Option<Arc<KvExchange>>,
 }
 
@@ -177,12 +177,12 @@ impl std::fmt::Debug for ServedModel {
     }
 }
 
-/// What answers.
+/// The source of answers.
 #[derive(Clone, Debug)]
 pub enum Serving {
     /// A model on devices of this fleet.
     Model(Arc<ServedModel>),
-    /// Engines of others.
+    /// External engines.
     Engines(Arc<Gateway>),
 }
 
@@ -199,7 +199,7 @@ impl From<Arc<Gateway>> for Serving {
 }
 
 impl Serving {
-    /// The model's name for clients, when it began, and its context.
+    /// The model's name for clients, its start time, and its context length.
     fn described(&self) -> (&str, u64, u32) {
         match self {
             Serving::Model(model) => (&model.name, model.created, model.context),
@@ -231,7 +231,7 @@ pub struct Api {
     compilers: WorkPool,
 }
 
-/// A request's place among those in work, its tenant's and in all.
+/// A request's place among those in progress, per tenant and in total.
 struct Seat {
     tenant: Arc<Tenant>,
     party: PartyId,
@@ -239,21 +239,21 @@ struct Seat {
     _place: RequestPlace,
 }
 
-/// The requests in work.
+/// The requests in progress.
 #[derive(Default)]
 struct RequestsInWork {
     count: usize,
     of: PartyCounts,
 }
 
-/// A place of a party among the requests in work, free again when this is dropped.
+/// A party's place among the requests in progress, free again when this is dropped.
 struct RequestPlace {
     requests: Arc<Mutex<RequestsInWork>>,
     party: PartyId,
 }
 
 impl RequestPlace {
-    /// A place of `most`, or why there is none.
+    /// Takes one of `most` places, or returns why none is free.
     fn take(requests: &Arc<Mutex<RequestsInWork>>, party: PartyId, most: usize) -> Result<Self, String> {
         let mut state = requests.lock().unwrap_or_else(PoisonError::into_inner);
         if state.count >= most {
@@ -262,7 +262,7 @@ impl RequestPlace {
         if state.of.leaves_the_rest(party, state.count, most) {
             let own = state.of.requests(party);
             return Err(format!(
-                "{own} of {most} requests being answered are this client's; the places that are left are for others"
+                "{own} of {most} requests being answered are this client's; the other places are for other clients"
             ));
         }
         state.count += 1;
@@ -284,7 +284,7 @@ impl Seat {
         &self.tenant
     }
 
-    /// Whose share its work uses.
+    /// The party whose share the work uses.
     fn party(&self) -> PartyId {
         self.party
     }
@@ -331,8 +331,8 @@ impl Api {
         }
     }
 
-    /// Turns new requests away with 503, while running requests continue. [`serve`] calls it when told to
-    /// drain.
+    /// Rejects new requests with 503, while running requests continue. [`serve`] calls it at the start of
+    /// draining.
     pub fn drain(&self) {
         *self.lock() = Phase::Draining;
     }
@@ -361,7 +361,7 @@ impl Api {
         Ok(Seat { _tenants: tenant.seat()?, tenant, party, _place: place })
     }
 
-    /// Where a request is counted.
+    /// The counters of a request.
     fn counted(&self) -> (Metrics, SharedEnv, Arc<Placements>) {
         (self.metrics.clone(), self.env.clone(), self.placements.clone())
     }

@@ -49,7 +49,7 @@ pub async fn observe_placements(
         .explain(&id, |_| true)
     {
         Some(explanation) => document(StatusCode::OK, &explanation),
-        None => ApiError::not_found("no such placement is kept").into_response(),
+        None => ApiError::not_found("there is no record of this placement").into_response(),
     };
     let routes = Router::new()
         .route("/debug/placement", get(recent))
@@ -91,7 +91,7 @@ pub(super) fn is_open(path: &str) -> bool {
     matches!(path, "/" | "/openapi.json" | "/live" | "/health" | "/metrics")
 }
 
-/// Answers whether the process is alive, whatever else it can do.
+/// Answers whether the process is alive, regardless of its other functions.
 pub(super) async fn live() -> Response {
     document(StatusCode::OK, &json!({ "status": "ok" }))
 }

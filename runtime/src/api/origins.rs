@@ -1,10 +1,10 @@
-//! Under which host names this server may be requested, and by web pages of which origins.
+//! Host names under which this server may be requested, and origins of web pages that may request it.
 //!
-//! A browser inside a private network sends whatever a page from outside tells it to send. A page cannot
-//! choose two of its headers: `Host` is the name under which the server was looked up, which exposes a name
-//! that an attacker resolves to this address (DNS rebinding); `Origin` is the origin of the page. Programs
-//! other than browsers send no `Origin`. This server's own page is one whose origin is the host that it asks,
-//! under an address or a name that no stranger can have pointed here.
+//! A browser inside a private network sends whatever a page from outside makes it send. A page cannot choose
+//! two headers: `Host` is the name under which the server was looked up, which exposes a name that an
+//! attacker resolves to this address (DNS rebinding); `Origin` is the origin of the page. Programs other than
+//! browsers send no `Origin`. The server's own page has an origin equal to the requested host, under an
+//! address or a name that no attacker can point to this server.
 
 use axum::http::uri::Authority;
 use axum::http::{HeaderMap, HeaderValue, Method, Request, StatusCode, header};

@@ -1,15 +1,16 @@
 //! The page at `/`: devices, requests, dollars, placements and a chat, drawn in the browser from `/metrics`,
-//! `/debug/placement` and the API. The server does nothing for it but answer those.
+//! `/debug/placement` and the API. The server only answers those requests.
 
 use axum::http::{HeaderValue, header};
 use axum::response::{Html, IntoResponse, Response};
 
 const PAGE: &str = include_str!("page.html");
-/// The page loads nothing from elsewhere, talks to its own server alone, and stands in no other page.
+/// The page loads nothing from elsewhere, connects only to its own server, and cannot be framed by other
+/// pages.
 const POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// Answers with the page, which holds nothing of this server and so needs no key.
+/// Answers with the page, which contains nothing specific to this server and so needs no key.
 pub(super) async fn page() -> Response {
     let headers = [
         (header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(POLICY)),

@@ -39,9 +39,9 @@ pub(crate) struct Parameters {
     /// Tokens of the prompt's end that are kept, or -1 for as many as leave room for the answer.
     pub(crate) kept_tokens: Option<i64>,
     pub(crate) cache_salt: Option<String>,
-    /// What the answer must be.
+    /// The constraint on the answer.
     pub(crate) format: Option<AnswerForm>,
-    /// What the request says of itself.
+    /// Hints of the request.
     pub(crate) asked: ParsedHints,
     /// Options of a stream; none for one document at the end.
     pub(crate) stream: Option<StreamOptions>,
@@ -123,7 +123,7 @@ fn sampling(
     })
 }
 
-/// Reads `logit_bias`: an object of token ids, as strings, and what is added to their logits.
+/// Reads `logit_bias`: an object from token ids, as strings, to the biases of their logits.
 fn logit_bias(fields: &mut Fields<'_>, vocabulary_size: u32) -> Result<Vec<(u32, f32)>, ApiError> {
     const FIELD: &str = "logit_bias";
     let biases = fields.object(FIELD)?.unwrap_or_default();
@@ -134,13 +134,13 @@ fn logit_bias(fields: &mut Fields<'_>, vocabulary_size: u32) -> Result<Vec<(u32,
     let read = |(id, bias): (&String, &serde_json::Value)| {
         let id: String = id.chars().take(32).collect();
         let token = id.parse().ok().filter(|id| *id < vocabulary_size).ok_or_else(|| {
-            ApiError::value(FIELD, format!("'{FIELD}': {id:?} is no token id below {vocabulary_size}"))
+            ApiError::value(FIELD, format!("'{FIELD}': {id:?} is not a token id below {vocabulary_size}"))
         })?;
         let bias = bias.as_f64().filter(|bias| (-100.0..=100.0).contains(bias));
         let bias = bias.ok_or_else(|| {
             ApiError::value(
                 FIELD,
-                format!("'{FIELD}': what is added to token {token} is a number from -100 to 100"),
+                format!("'{FIELD}': the bias of token {token} must be a number from -100 to 100"),
             )
         })?;
         Ok((token, to_f32(bias)))
@@ -184,7 +184,7 @@ fn stop_token_ids(fields: &mut Fields<'_>, vocabulary_size: u32) -> Result<Vec<u
     Ok(ids)
 }
 
-/// Checks `best_of`, with which as many answers as are wanted are all of the best ones.
+/// Checks `best_of`: only as many answers as choices are supported.
 fn check_best_of(fields: &mut Fields<'_>, choices: u32) -> Result<(), ApiError> {
     match fields.integer("best_of", 1..=CHOICES_MAX)? {
         Some(best_of) if best_of > i64::from(choices) => Err(ApiError::unsupported(
@@ -199,7 +199,7 @@ fn check_best_of(fields: &mut Fields<'_>, choices: u32) -> Result<(), ApiError> 
     }
 }
 
-/// Reads the bound of the answer. 0 is for requests that only want their prompt back.
+/// Reads the bound of the answer. 0 is for requests that only return their prompt.
 fn max_tokens(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
     let range = 0..=i64::from(u32::MAX);
     let old = fields.integer("max_tokens", range.clone())?;
@@ -223,7 +223,7 @@ fn kept_tokens(fields: &mut Fields<'_>) -> Result<Option<i64>, ApiError> {
 }
 
 impl Parameters {
-    /// The end of a prompt that is kept in a context of so many tokens.
+    /// Returns the end of a prompt that is kept in a context of `context` tokens.
     pub(crate) fn truncated(&self, mut prompt: Vec<u32>, context: u32) -> Vec<u32> {
         let room = context.saturating_sub(self.max_tokens.unwrap_or(1).max(1));
         let kept = match self.kept_tokens {

@@ -1,4 +1,4 @@
-//! Addresses whose bodies and answers pass between client and engine untouched.
+//! Addresses whose bodies and answers pass between client and engine unchanged.
 
 use axum::body::{Body, Bytes};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
@@ -34,7 +34,7 @@ pub(super) async fn answer(
                 PassedPath::Responses => "",
             };
             let path = path.path();
-            let message = format!("{why}{path} is answered only by engines of others (--worker-engine)");
+            let message = format!("{why}{path} is answered only by external engines (--worker-engine)");
             return Err(ApiError::not_found(message));
         }
     };
@@ -56,7 +56,7 @@ pub(super) async fn answer(
     }
     let wanted = RelayRequest {
         id: id.clone(),
-        // not sent: what is sent goes to `path`
+        // not a field of the body: it is sent to `path`
         endpoint: EngineEndpoint::Completions,
         prompt_bytes: text.len(),
         body: Arc::new(text.into()),
@@ -108,7 +108,7 @@ pub(super) async fn answer(
     Ok(response)
 }
 
-/// Checks what a body must have to be placed.
+/// Checks the fields that placement needs.
 fn check(body: &[u8], name: &str) -> Result<ParsedHints, ApiError> {
     let mut fields = Fields::parse(body)?;
     let model = fields.string("model")?;

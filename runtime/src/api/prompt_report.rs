@@ -1,9 +1,9 @@
-//! What an answer says of its prompt: the text (`echo`), and log-probabilities of its tokens, as the package
-//! `lm-eval` and others read them.
+//! Reports on prompts: the text (`echo`), and log-probabilities of the tokens, in the shape that the package
+//! `lm-eval` and others read.
 //!
 //! A prompt whose tokens need log-probabilities is submitted as its first token and the others forced behind
-//! it ([`GenerateRequest::forced_ids`](crate::request::GenerateRequest::forced_ids)): each is drawn, and told
-//! with the log-probabilities of its place.
+//! it ([`GenerateRequest::forced_ids`](crate::request::GenerateRequest::forced_ids)): each is drawn, and
+//! returned with the log-probabilities of its position.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use mixfleet_hal::cast::to_u32;
 /// Maximum of alternatives per position.
 const PROMPT_LOGPROBS_MAX: i64 = 20;
 
-/// What is asked for of the prompt.
+/// The requested report on the prompt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PromptWishes {
     /// Whether the text of an answer begins with the prompt.
@@ -29,8 +29,8 @@ pub(crate) struct PromptWishes {
 }
 
 impl PromptWishes {
-    /// Reads `echo` where an endpoint has it, and `prompt_logprobs`. `logprobs` are the alternatives that the
-    /// answer has.
+    /// Reads `echo` where an endpoint has it, and `prompt_logprobs`. `logprobs` is the number of alternatives
+    /// in the answer.
     pub(crate) fn parse(
         fields: &mut Fields<'_>,
         has_echo: bool,
@@ -41,30 +41,30 @@ impl PromptWishes {
         let echo = has_echo && fields.boolean("echo")?.unwrap_or(false);
         let own = fields.integer(FIELD, 0..=PROMPT_LOGPROBS_MAX)?.map(to_u32);
         if own.is_some() && streams {
-            return Err(ApiError::value(FIELD, format!("'{FIELD}' are not told in a stream")));
+            return Err(ApiError::value(FIELD, format!("'{FIELD}' is not supported in a stream")));
         }
         Ok(PromptWishes { echo, logprobs: own, echoed_logprobs: logprobs.filter(|_| echo) })
     }
 
-    /// Alternatives that are needed per token of the prompt; none if log-probabilities are not.
+    /// Alternatives that are needed per token of the prompt; none without log-probabilities.
     pub(crate) fn tops(&self) -> Option<u32> {
         self.logprobs.max(self.echoed_logprobs)
     }
 
-    /// Whether the prompt is told, so that an answer may have no tokens of its own.
+    /// Whether the prompt is reported, so that an answer may have no generated tokens.
     pub(crate) fn tells_prompt(&self) -> bool {
         self.echo || self.logprobs.is_some()
     }
 }
 
-/// What the answer says of its prompt.
+/// The report on a prompt.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct ToldPrompt {
     /// The text in front of the answer.
     pub(crate) text: String,
     /// Entries in front of the answer's own.
     pub(crate) echoed: Vec<TokenLogprobs>,
-    /// Entries of `prompt_logprobs`, if they are asked for.
+    /// Entries of `prompt_logprobs`, if they are requested.
     pub(crate) logprobs: Option<Vec<TokenLogprobs>>,
 }
 
@@ -79,7 +79,7 @@ pub(crate) struct PromptReader {
 }
 
 impl PromptReader {
-    /// A reader of the prompt `ids`, whose text is `text`, or what the tokens stand for.
+    /// Creates a reader of the prompt `ids` with the text `text`, or the decoded tokens.
     ///
     /// # Errors
     /// The tokenizer's error.
@@ -102,18 +102,18 @@ impl PromptReader {
         Ok(reader)
     }
 
-    /// Number of tokens of the prompt that the engine has still to tell.
+    /// Number of prompt tokens that the engine has yet to return.
     pub(crate) fn left(&self) -> usize {
         self.wishes.tops().map_or(0, |_| self.ids.len() - self.entries.len())
     }
 
     /// Takes the next token of the prompt.
     ///
-    /// # Errors
+    /// When the token differs from the prompt's, or has no log-probabilities.
     /// When it is another one, or has no log-probabilities.
     pub(crate) fn take(&mut self, id: u32, logprobs: Option<Logprobs>) -> Result<(), String> {
         if self.ids.get(self.entries.len()) != Some(&id) || logprobs.is_none() {
-            return Err("the engine returned another prompt than was asked for".into());
+            return Err("the engine returned another prompt than the requested one".into());
         }
         self.add(id, logprobs)
     }
@@ -124,7 +124,7 @@ impl PromptReader {
         Ok(())
     }
 
-    /// What the answer says of the prompt, of which nothing is left.
+    /// Takes the report on the prompt; empty afterwards.
     pub(crate) fn told(self) -> ToldPrompt {
         let cut = |most: u32| {
             let entries = self.entries.iter().cloned();
@@ -138,7 +138,7 @@ impl PromptReader {
     }
 }
 
-/// The text of a prompt that came as ids.
+/// The text of a prompt that arrived as ids.
 fn text_of(ids: &[u32], model: &dyn TextModel) -> Result<String, String> {
     let mut decoder = model.decoder();
     let mut text = String::new();

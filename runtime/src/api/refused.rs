@@ -79,7 +79,7 @@ const REFUSED: &[(&str, Neutral, &str)] = &[
     ("verbosity", Neutral::None, TEMPLATE),
 ];
 
-/// Checks the fields that the parsers did not read: 400 for a field that asks for something unsupported.
+/// Checks the fields that the parsers did not read: 400 for a field with an unsupported effect.
 pub(crate) fn check(fields: &Fields<'_>) -> Result<(), ApiError> {
     // A value too large to parse counts as having an effect.
     let look = |name: &str, fine: &dyn Fn(&Value) -> bool| {

@@ -1,4 +1,4 @@
-//! Requests that engines of others answer: reads of a body what placement needs, and passes the rest on.
+//! Requests that external engines answer: reads the fields that placement needs, and relays the rest.
 
 use axum::body::{Body, Bytes};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
@@ -28,27 +28,27 @@ use mixfleet_hal::outside::{
 };
 use mixfleet_hal::units::Seconds;
 
-/// The two of [`LENGTH_FIELDS`] that OpenAI has.
+/// The two of [`LENGTH_FIELDS`] that OpenAI defines.
 const OPENAI_LENGTHS: [&str; 2] = ["max_completion_tokens", "max_tokens"];
 
-/// What is read of a body.
+/// The parsed fields of a body.
 pub(crate) struct Outline {
     pub(crate) stream: bool,
     pub(crate) choices: u32,
     pub(crate) max_tokens: Option<u32>,
-    /// The longest answer that the body asks for under any name, with that name.
+    /// The longest answer that the body requests under any name, with that name.
     longest: Option<NamedLength>,
     pub(crate) prompt_bytes: usize,
     pub(crate) prompt_ids: Option<u32>,
     pub(crate) hints: ParsedHints,
 }
 
-/// Refuses a tenant what engines tell with their answers.
+/// Refuses tenants that may not see cached tokens, since engines report them in answers.
 pub(super) fn check_shown(tenant: &Tenant) -> Result<(), ApiError> {
     if !tenant.hide_cached_tokens {
         return Ok(());
     }
-    let message = "this key may not see cached tokens, and the engines that answer here tell them";
+    let message = "this key may not see cached tokens, and the engines report them in their answers";
     Err(ApiError::unavailable("cached_tokens_not_hidden", message, 3600))
 }
 
@@ -149,7 +149,7 @@ fn json_response(status: StatusCode, document: Vec<u8>) -> Response {
     (status, [(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))], document).into_response()
 }
 
-/// Reads of a body what placement needs. It asks for the model of this name, if there is only one.
+/// Reads the fields that placement needs. `model` defaults to this name, if there is only one.
 pub(crate) fn outline(body: &[u8], endpoint: Endpoint, name: Option<&str>) -> Result<Outline, ApiError> {
     let mut fields = Fields::parse(body)?;
     let model = fields.string("model")?;
@@ -177,14 +177,14 @@ pub(crate) fn outline(body: &[u8], endpoint: Endpoint, name: Option<&str>) -> Re
     })
 }
 
-/// The lengths that a body asks for under any name.
+/// The lengths that a body requests under any name.
 struct Lengths {
-    /// The one that placement counts with.
+    /// The length that placement assumes.
     first: Option<u32>,
     longest: Option<NamedLength>,
 }
 
-/// A length and the field that asks for it.
+/// A length and the field that requests it.
 #[derive(Clone, Copy)]
 struct NamedLength {
     field: &'static str,
@@ -195,7 +195,7 @@ impl Lengths {
     fn parse(fields: &mut Fields<'_>) -> Result<Self, ApiError> {
         let (mut first, mut longest) = (None, None::<NamedLength>);
         for field in LENGTH_FIELDS {
-            // llama.cpp's has words for no bound: -1 and -2
+            // llama.cpp's has values for no bound: -1 and -2
             let least = if OPENAI_LENGTHS.contains(&field) { 1 } else { -2 };
             let Some(wanted) = fields.integer(field, least..=to_i64(u32::MAX))? else { continue };
             let tokens = if wanted < 0 { to_i64(u32::MAX) } else { wanted };
@@ -246,7 +246,7 @@ fn check_limits(api: &Api, outline: &Outline, tenant: &Tenant) -> Result<(), Api
     }
 }
 
-/// A stream on its way from an engine to the client. Dropping it cancels the request.
+/// A stream in flight from an engine to the client. Dropping it cancels the request.
 struct RelayedStream {
     passage: Box<Passage>,
     first: Option<EngineChunk>,
@@ -300,7 +300,7 @@ impl RelayedStream {
     }
 }
 
-/// An event with this data; each line of it has a field of its own.
+/// An event with this data; each line has a field of its own.
 fn event(data: &[u8]) -> Vec<u8> {
     let mut event = Vec::with_capacity(data.len() + 8);
     for line in data.split(|byte| *byte == b'\n') {

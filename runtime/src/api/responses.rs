@@ -1,6 +1,6 @@
-//! `/v1/responses`: reads a request as the chat that it is.
+//! `/v1/responses`: converts a request to a chat.
 //!
-//! Nothing is stored: what a stored response would be needed for is refused.
+//! Nothing is stored: fields that need a stored response are refused.
 
 use serde_json::value::RawValue;
 use std::fmt::Write;
@@ -18,7 +18,7 @@ const ITEMS_MAX: usize = 16 << 10;
 const STORE: &str = "nothing is stored here: send the whole conversation as 'input'";
 const NOT_YET: &str = "it is not implemented";
 
-/// Fields that need what is not here, and why.
+/// Fields that need an absent feature, and why.
 const REFUSED: &[(&str, &str)] = &[
     ("previous_response_id", STORE),
     ("conversation", STORE),
@@ -34,7 +34,7 @@ const REFUSED: &[(&str, &str)] = &[
     ("prompt_logprobs", NOT_YET),
 ];
 
-/// Names of a chat's fields, and those that they came from.
+/// Names of chat fields, and the fields that they were converted from.
 const RENAMED: [(&str, &str); 6] = [
     ("messages", "input"),
     ("max_completion_tokens", "max_output_tokens"),
@@ -44,16 +44,16 @@ const RENAMED: [(&str, &str); 6] = [
     ("reasoning_effort", "reasoning.effort"),
 ];
 
-/// What of a request its response repeats.
+/// Request fields that the response repeats.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ResponseFrame {
     /// JSON of fields by their names.
     pub(crate) repeated: Vec<(&'static str, Box<RawValue>)>,
-    /// Whether log-probabilities of the text are told.
+    /// Whether log-probabilities of the text are returned.
     pub(crate) logprobs: bool,
 }
 
-/// Fields that a response repeats as they came.
+/// Fields that a response repeats unchanged.
 const REPEATED: [&str; 12] = [
     "instructions",
     "max_output_tokens",
@@ -86,12 +86,12 @@ pub(crate) fn plan(
     Ok(Plan { endpoint: Endpoint::Responses, prompt_field: "input", response, ..plan })
 }
 
-/// An error about a field of the chat, about that which the client sent.
+/// Translates an error about a chat field to the field that the client sent.
 pub(crate) fn own_names(error: ApiError) -> ApiError {
     error.renamed(&RENAMED)
 }
 
-/// The body of a chat.
+/// The body of the chat.
 #[derive(Default)]
 struct ChatBody(String);
 
@@ -107,7 +107,7 @@ impl ChatBody {
     }
 }
 
-/// Reads all fields; whether log-probabilities are asked for.
+/// Reads all fields; returns whether log-probabilities are requested.
 fn read(fields: &mut Fields<'_>, chat: &mut ChatBody) -> Result<bool, ApiError> {
     for (name, hint) in REFUSED {
         if fields.take(name).is_some() {
@@ -123,7 +123,7 @@ fn read(fields: &mut Fields<'_>, chat: &mut ChatBody) -> Result<bool, ApiError> 
     if fields.string("truncation")?.is_some_and(|kind| kind != "disabled") {
         return Err(ApiError::unsupported("truncation", "send an input that fits"));
     }
-    // of tools that run here, of which there are none
+    // a limit on built-in tools, of which there are none
     fields.integer("max_tool_calls", 0..=i64::from(u32::MAX))?;
     if let Some(mut options) = fields.fields("stream_options")? {
         options.boolean("include_obfuscation")?;
@@ -159,7 +159,7 @@ fn read(fields: &mut Fields<'_>, chat: &mut ChatBody) -> Result<bool, ApiError> 
     Ok(logprobs)
 }
 
-/// Reads `text`: the form of the answer.
+/// Reads `text`: the constraint on the answer.
 fn form(fields: &mut Fields<'_>, chat: &mut ChatBody) -> Result<(), ApiError> {
     let Some(mut inner) = fields.fields("text")? else { return Ok(()) };
     if let Some(raw) = inner.take("verbosity") {
@@ -234,7 +234,7 @@ fn tools(fields: &mut Fields<'_>, chat: &mut ChatBody) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Reads `include`; whether log-probabilities are among what it names.
+/// Reads `include`; returns whether it names log-probabilities.
 fn included(fields: &mut Fields<'_>) -> Result<bool, ApiError> {
     let Some(raw) = fields.take("include") else { return Ok(false) };
     let mut logprobs = false;
@@ -243,7 +243,7 @@ fn included(fields: &mut Fields<'_>) -> Result<bool, ApiError> {
             logprobs = true;
             Ok(())
         }
-        // responses have no items with what this names
+        // responses have no items with this field
         Some("reasoning.encrypted_content") => Ok(()),
         _ => Err(ApiError::unsupported("include", "only \"message.output_text.logprobs\" is")),
     };
@@ -262,7 +262,7 @@ fn refuse_rest(place: &str, rest: &Fields<'_>) -> Result<(), ApiError> {
     }
 }
 
-/// A message of the chat, of parts that are JSON.
+/// A chat message of parts that are JSON.
 #[derive(Default)]
 struct ChatItem<'a> {
     role: &'static str,
@@ -317,8 +317,8 @@ fn message(item: &ChatItem<'_>) -> String {
     body.finish()
 }
 
-/// Adds an item of a conversation. A call joins the message of the assistant before it, and what was thought
-/// the one behind it.
+/// Adds an item of a conversation. A call joins the assistant's message before it, and reasoning joins the
+/// one after it.
 fn add_item<'a>(
     place: &str,
     raw: &'a RawValue,
@@ -372,7 +372,7 @@ fn add_item<'a>(
             items.push(ChatItem { role: "tool", content, answers, ..ChatItem::default() });
         }
         Some("reasoning") => {
-            // a summary is no text of this model's
+            // a summary is not a text of this model
             fields.take("summary");
             if let Some(parts) = fields.take("content") {
                 *reasoning = Some(thought(place, parts)?);
@@ -382,14 +382,14 @@ fn add_item<'a>(
             let other: String = other.chars().take(32).collect();
             return Err(ApiError::unsupported(
                 &format!("{place}.type"),
-                &format!("{other:?} is none of the items that are read"),
+                &format!("{other:?} is not a supported item"),
             ));
         }
     }
     refuse_rest(place, &fields)
 }
 
-/// The text of what was thought.
+/// The text of the reasoning.
 fn thought(place: &str, raw: &RawValue) -> Result<String, ApiError> {
     let place = format!("{place}.content");
     let mut said = String::new();

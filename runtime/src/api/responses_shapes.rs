@@ -16,7 +16,7 @@ use super::text::TextModel;
 use super::tools::CallPiece;
 use crate::request::{FinishReason, Sampling};
 
-/// How far a response is.
+/// Status of a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ResponseStatus {
     InProgress,
@@ -43,7 +43,7 @@ impl ResponseStatus {
     }
 }
 
-/// What all documents of one response share.
+/// Fields that all documents of one response share.
 pub(crate) struct ResponseHead {
     pub(crate) head: Head,
     pub(crate) frame: ResponseFrame,
@@ -189,7 +189,7 @@ fn usage_body(usage: Usage) -> Value {
     })
 }
 
-/// An item of the output that is not complete.
+/// An incomplete item of the output.
 enum OpenItem {
     Thought { text: String },
     Message { text: String, logprobs: Vec<TokenLogprobs> },
@@ -202,10 +202,10 @@ pub(crate) struct ResponseStream {
     head: ResponseHead,
     model: Arc<dyn TextModel>,
     sequence: u64,
-    /// Items that are complete.
+    /// Complete items.
     output: Vec<Value>,
     open: Option<OpenItem>,
-    /// What is sent next.
+    /// Events to send next.
     events: String,
     begun: bool,
     ended: bool,
@@ -382,7 +382,7 @@ impl ResponseStream {
         }
     }
 
-    /// Completes the item that is open, if one is.
+    /// Completes the open item, if there is one.
     fn close(&mut self, status: ResponseStatus) {
         let index = self.output.len();
         let item = match self.open.take() {

@@ -180,12 +180,12 @@ async fn placement(
     Extension(caller): Extension<TenantCaller>,
     id: Segment,
 ) -> Result<Response, ApiError> {
-    let gone = || ApiError::not_found("no placement of that request is remembered");
+    let gone = || ApiError::not_found("there is no record of a placement of this request");
     let explanation = api.placements.explain(&one(id)?, |owner| caller.tenant.may_see(owner));
     Ok(document(StatusCode::OK, &explanation.ok_or_else(gone)?))
 }
 
-/// What is known of the caches of engines, to whom everything is shown.
+/// State of the engines' caches, for keys that see everything.
 async fn caches(
     State(api): State<Arc<Api>>,
     Extension(caller): Extension<TenantCaller>,
@@ -194,7 +194,7 @@ async fn caches(
         Serving::Engines(gateway) if caller.tenant.may_see(None) => {
             Ok(document(StatusCode::OK, &json!({ "object": "list", "data": gateway.caches() })))
         }
-        _ => Err(ApiError::not_found("no engine's cache is shown here")),
+        _ => Err(ApiError::not_found("this server shows no engine's cache")),
     }
 }
 
@@ -208,7 +208,7 @@ fn post_prompt(endpoint: Endpoint) -> MethodRouter<Arc<Api>> {
     )
 }
 
-/// The handler of an endpoint that engines alone answer.
+/// The handler of an endpoint that only external engines answer.
 fn post_passed(path: PassedPath) -> MethodRouter<Arc<Api>> {
     post(
         move |State(api): State<Arc<Api>>,
@@ -263,7 +263,7 @@ async fn tokenize(
     body: Body,
 ) -> Result<Response, ApiError> {
     let Serving::Model(model) = api.serving()? else {
-        return Err(ApiError::not_found("engines of others tokenise at their own addresses"));
+        return Err(ApiError::not_found("external engines tokenise at their own addresses"));
     };
     let (plan, _seat) = planned(&api, caller, (&model, None, 1), &headers, body).await?;
     let tokens = plan.prompts.into_iter().next().unwrap_or_default();
@@ -271,8 +271,8 @@ async fn tokenize(
     Ok(document(StatusCode::OK, &told))
 }
 
-/// Reads and tokenises a body of at most so many prompts on a thread for that, for an endpoint, or the one
-/// that it looks like.
+/// Reads and tokenises a body of at most `prompts_max` prompts on a parsing thread, for an endpoint or as if
+/// for one.
 async fn planned(
     api: &Api,
     caller: TenantCaller,
@@ -300,8 +300,8 @@ async fn planned(
     Ok((plan, seat))
 }
 
-/// Has the grammar of a plan's answers compiled, on a thread that serves nobody else. Answers do without one
-/// that they need not have.
+/// Compiles the grammar of a plan's answers on a thread that serves no clients. Optional grammars are dropped
+/// if they cannot be compiled.
 async fn check_grammar(
     api: &Api,
     model: &Arc<ServedModel>,

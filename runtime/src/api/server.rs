@@ -85,7 +85,7 @@ pub(super) async fn serve_routes(
     let builder = builder(limits, env);
     let origins = Arc::new(origins);
     loop {
-        // Room is made at once; this waits for the connections that were told to close and are still open.
+        // Room is made at once; this waits for the connections that must close and are still open.
         let permit = tokio::select! { biased;
             () = at_least(&mut shutdown, Shutdown::Drain) => break,
             permit = open.clone().acquire_owned() => permit.expect("the semaphore is never closed"),
@@ -137,7 +137,7 @@ fn builder(limits: &Limits, env: &SharedEnv) -> http1::Builder {
     let mut builder = http1::Builder::new();
     builder
         .timer(EnvTimer { env: env.clone(), origin: Instant::now(), began_s: env.now().0 })
-        // a client that sends nothing more may still wait for its answer: `StallGuard` tells whether it does
+        // a client that sends nothing more may still wait for its answer: `StallGuard` finds out
         .half_close(true)
         .header_read_timeout(limits.header_read_timeout)
         .max_headers(limits.headers_max)
@@ -152,7 +152,7 @@ async fn at_least(shutdown: &mut watch::Receiver<Shutdown>, stage: Shutdown) {
 
 type HttpConnection = http1::Connection<TokioIo<StallGuard<Box<dyn Connection>>>, ConnectionRoutes>;
 
-/// How long a connection may stay open.
+/// The lifetime of a connection.
 struct ConnectionTimeouts {
     env: SharedEnv,
     first_request: Task,
@@ -242,7 +242,7 @@ impl hyper::service::Service<Request<Incoming>> for ConnectionRoutes {
 }
 
 fn too_many_connections() -> ApiError {
-    let message = "all connections that this server or your address may have are at work";
+    let message = "all connections that this server or your address may have are active";
     ApiError::unavailable("connections_exhausted", message, FULL_RETRY_AFTER_S)
 }
 

@@ -49,13 +49,13 @@ pub(crate) struct Head {
     /// Seconds since 1970-01-01.
     pub(crate) created: u64,
     pub(crate) model: String,
-    /// The tier that the request is served as; only where the client asked.
+    /// The tier that the request is served as; only if the client named one.
     pub(crate) tier: Option<ServiceTier>,
-    /// What ids of calls the model's template takes.
+    /// The format of call ids that the model's template accepts.
     pub(crate) call_ids: CallIds,
     /// Number of calls in the conversation before.
     pub(crate) past_calls: usize,
-    /// Where another engine finds the KV of the prompt; only where the client asked.
+    /// Location of the prompt's KV for another engine; only if the client asked for it.
     pub(crate) handed_over: Option<Value>,
 }
 
@@ -63,11 +63,11 @@ pub(crate) struct Head {
 #[derive(Debug, Default)]
 pub(crate) struct Collected {
     pub(crate) text: String,
-    /// What the model thought, where its format tells that apart.
+    /// Reasoning of the model, where its format separates reasoning from the answer.
     pub(crate) thought: String,
     pub(crate) calls: Vec<ToolCall>,
     pub(crate) logprobs: Vec<TokenLogprobs>,
-    /// Log-probabilities of the prompt, if they are asked for.
+    /// Log-probabilities of the prompt, if they are requested.
     pub(crate) prompt: Option<Vec<TokenLogprobs>>,
     pub(crate) finish: Option<FinishReason>,
 }
@@ -144,13 +144,13 @@ impl Head {
         }
     }
 
-    /// A chunk with what the model thinks.
+    /// A chunk with reasoning.
     pub(crate) fn thought(&self, index: usize, thought: &str, usage: Option<Option<Usage>>) -> String {
         let delta = ChatDelta { reasoning_content: Some(thought), ..ChatDelta::default() };
         self.chunk(vec![ChatChunkChoice { index, delta, logprobs: None, finish_reason: None }], usage)
     }
 
-    /// A chunk with a part of a call.
+    /// A chunk with part of a call.
     pub(crate) fn called(&self, index: usize, piece: &CallPiece, usage: Option<Option<Usage>>) -> String {
         let body = CallBody {
             index: piece.index,
@@ -173,7 +173,7 @@ impl Head {
         bodies.collect()
     }
 
-    /// The id of a call, which the model's template takes in later turns.
+    /// The id of a call, in the format that the model's template accepts in later turns.
     pub(crate) fn call_id(&self, choice: usize, index: usize, name: &str) -> String {
         let of_response = self.id.trim_start_matches(self.endpoint.id_prefix());
         let whole = format!("call_{of_response}_{choice}_{index}");
@@ -256,7 +256,7 @@ struct Document<'a, C> {
     /// With `include_usage`, null in every chunk but the last.
     #[serde(skip_serializing_if = "Option::is_none")]
     usage: Option<Option<UsageBody>>,
-    /// Of a chat.
+    /// Position in a chat.
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_logprobs: Option<PromptLogprobs>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -295,7 +295,7 @@ struct ChatMessage<'a> {
 #[derive(Serialize)]
 struct CallBody<'a> {
     index: usize,
-    /// Where the call begins.
+    /// Set where the call begins.
     #[serde(skip_serializing_if = "Option::is_none")]
     id: Option<String>,
     #[serde(rename = "type", skip_serializing_if = "Option::is_none")]

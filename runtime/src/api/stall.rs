@@ -93,7 +93,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin> StallGuard<C> {
             }
             if let Poll::Ready(sent) = self.send_interim(context) {
                 sent?;
-                // reads of a reset connection still say that its end was reached; only writes fail
+                // reads of a reset connection still return end of stream; only writes fail
                 if let Poll::Ready(written) = Pin::new(&mut self.connection).poll_write(context, &[]) {
                     written?;
                 }

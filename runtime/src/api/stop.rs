@@ -5,7 +5,7 @@
 #[derive(Debug)]
 pub(crate) struct StopFilter {
     stops: Vec<String>,
-    /// Whether the stop string that is found is let through too.
+    /// Whether the stop string that is found is passed through too.
     includes_stop: bool,
     /// A suffix of the text so far that is a proper prefix of a stop string.
     held: String,
@@ -16,12 +16,12 @@ pub(crate) struct StopFilter {
 pub(crate) struct Passed {
     /// Text that can be sent.
     pub(crate) text: String,
-    /// Whether a stop string followed, which ends the answer.
+    /// Whether a stop string was found, which ends the answer.
     pub(crate) stopped: bool,
 }
 
 impl StopFilter {
-    /// A filter for `stops`, none of which is empty.
+    /// Creates a filter for `stops`, none of which is empty.
     pub(crate) fn new(stops: Vec<String>, includes_stop: bool) -> Self {
         StopFilter { stops, includes_stop, held: String::new() }
     }
@@ -39,7 +39,7 @@ impl StopFilter {
         let mut text = std::mem::take(&mut self.held);
         let seen = text.len();
         text.push_str(piece);
-        // what ends before the piece was let through on purpose
+        // text that ends before the piece was passed through on purpose
         let found = |stop: &String| {
             let from = (seen + 1).saturating_sub(stop.len());
             let from = (from..=text.len()).find(|at| text.is_char_boundary(*at))?;
@@ -52,7 +52,7 @@ impl StopFilter {
         Passed { text: self.let_through(text), stopped: false }
     }
 
-    /// Returns the text, except for what may become a stop string.
+    /// Returns the text, except for a suffix that may become a stop string.
     fn let_through(&mut self, mut text: String) -> String {
         let held_bytes = self.stops.iter().map(|stop| overlap(&text, stop)).max().unwrap_or(0);
         self.held = text.split_off(text.len() - held_bytes);

@@ -27,18 +27,18 @@ pub(crate) struct Tally {
     last_token_s: Vec<Option<f64>>,
     first_token_s: Option<f64>,
     prompt_tokens: u64,
-    /// Assumed length of a prompt that an engine computes and tells with its answer.
+    /// Assumed length of a prompt that an engine computes and reports with its answer.
     assumed_prompt_tokens: Option<u32>,
     cached_tokens: u64,
     tokens: u64,
     outcome: RequestOutcome,
     trace: Option<RequestTrace>,
-    /// Why it failed, of a request that is traced.
+    /// The reason for a failure, of a request that is traced.
     failed: Option<String>,
 }
 
 impl Tally {
-    /// A request that arrived at `arrived_s` of the environment's clock.
+    /// Starts the counts of a request that arrived at `arrived_s` of the environment's clock.
     pub(crate) fn new(
         (metrics, env, placements): (Metrics, SharedEnv, Arc<Placements>),
         (endpoint, tier, tenant): (Endpoint, ServiceTier, &Tenant),
@@ -74,13 +74,13 @@ impl Tally {
         prompt_tokens.for_each(|tokens| self.prompt(tokens));
     }
 
-    /// Records that an engine computes a prompt of about so many tokens, whose length it tells with its
-    /// answer. Who leaves before that pays for so many.
+    /// Records that an engine computes a prompt of about `tokens` tokens and reports the exact length with
+    /// its answer. A client that leaves before that pays for `tokens`.
     pub(crate) fn prompt_begins(&mut self, tokens: u32) {
         self.assumed_prompt_tokens = Some(tokens);
     }
 
-    /// Records tokens of a choice that were generated and not read, and cached tokens of its prompt, of an
+    /// Records tokens of a choice that were generated and not read, and cached tokens of the prompt, for an
     /// answer that its client left.
     pub(crate) fn left(&mut self, unread: u32, cached: Option<u32>) {
         self.tokens += u64::from(unread);
@@ -119,12 +119,12 @@ impl Tally {
         self.metrics.cached_tokens.inc_by(cached.unwrap_or(0).into());
     }
 
-    /// Records why choices ended that are complete.
+    /// Records why complete choices ended.
     pub(crate) fn finished(&mut self, reason: FinishReason, choices: u32) {
         self.metrics.succeeded(reason, choices);
     }
 
-    /// Records the lengths of a whole answer, of which this process did not see each token.
+    /// Records the lengths of a whole answer, whose tokens this process did not see one by one.
     pub(crate) fn told(&mut self, usage: EngineUsage) {
         let EngineUsage { prompt_tokens, completion_tokens, cached_tokens } = usage;
         self.prompt(prompt_tokens);

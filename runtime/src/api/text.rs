@@ -16,8 +16,8 @@ pub struct Marked {
     /// A character that is not part of the text: it interrupts text that would become a special token and
     /// must stay text.
     pub mark: Option<char>,
-    /// Whether only names that stand whole in `text` may become special tokens, whatever a tokenizer makes of
-    /// other text.
+    /// Whether only names that stand whole in `text` may become special tokens, even if a tokenizer would
+    /// merge other text into one.
     pub is_strict: bool,
 }
 
@@ -32,10 +32,10 @@ impl Marked {
         Marked { text, mark, is_strict: true }
     }
 
-    /// A rendered chat, in which `mark` interrupts what the client wrote already.
+    /// Creates the prompt of a rendered chat, in which `mark` interrupts the client's text already.
     ///
     /// # Errors
-    /// When no character is left to interrupt more.
+    /// When no character is left for further interruptions.
     pub fn chat(rendered: RenderedChat, mark: Option<char>) -> Result<Self, String> {
         let RenderedChat { text, places } = rendered;
         if places.is_empty() {
@@ -75,7 +75,7 @@ pub(super) fn mark(strings: &mut [&mut String], model: &dyn TextModel) -> Result
 fn unused(strings: &[impl AsRef<str>]) -> Result<char, String> {
     let is_unused = |mark: &char| strings.iter().all(|text| !text.as_ref().contains(*mark));
     let mark = MARKS.into_iter().find(is_unused);
-    mark.ok_or_else(|| "it uses all of U+FDD0 to U+FDEF, which are no characters".into())
+    mark.ok_or_else(|| "it uses all of U+FDD0 to U+FDEF, which are noncharacters".into())
 }
 
 fn with_marks(text: &str, places: Vec<usize>, mark: char) -> String {
@@ -106,9 +106,9 @@ pub trait TextModel: Send + Sync {
     fn token_bytes_max(&self) -> Option<usize>;
 
     /// The prompt text of a conversation. `arguments` are extra variables of the template. The text contains
-    /// its own special tokens, so it is encoded without `add_special`. If `keeps_text`, only what the
-    /// template wrote may become special tokens, and the text of `messages` and `arguments` was marked for
-    /// that. Ends early, with any error, once `stopped`.
+    /// its own special tokens, so it is encoded without `add_special`. If `keeps_text`, only text of the
+    /// template may become special tokens, and the text of `messages` and `arguments` was marked for that.
+    /// Ends early, with any error, once `stopped`.
     ///
     /// # Errors
     /// The model has no template, or the template rejects the conversation.
@@ -121,7 +121,7 @@ pub trait TextModel: Send + Sync {
         stopped: &dyn Fn() -> bool,
     ) -> Result<RenderedChat, String>;
 
-    /// How the model calls tools; none if its template knows none.
+    /// The style of the model's tool calls; none if its template has no tools.
     fn tool_style(&self) -> Option<ToolStyle>;
 
     /// Whether the template reads a variable of this name.
@@ -145,13 +145,13 @@ pub trait TextModel: Send + Sync {
     /// Compiles a grammar, unless it is compiled already. It blocks meanwhile.
     ///
     /// # Errors
-    /// What is wrong with the grammar, or why it is not compiled now.
+    /// The fault of the grammar, or why it is not compiled now.
     fn check_grammar(&self, grammar: &Grammar, client: GrammarClient<'_>) -> Result<(), GrammarError>;
 
     /// The bytes that one token stands for, for `logprobs` (a special token's name); empty for an unknown id.
     fn token_bytes(&self, id: u32) -> Vec<u8>;
 
-    /// Number of rows of the model's embedding; token ids in a prompt from there on get 400.
+    /// Number of rows of the model's embedding; token ids of a prompt beyond that get 400.
     fn vocabulary_size(&self) -> u32;
 }
 

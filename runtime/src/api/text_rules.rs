@@ -1,5 +1,5 @@
-//! What of an answer's tokens becomes text: stop strings, special tokens, and the least length before any of
-//! them ends it.
+//! Rules that turn an answer's tokens into text: stop strings, special tokens, and the minimum length before
+//! either ends the answer.
 
 use super::errors::ApiError;
 use super::fields::{Fields, each, text, wrong_type};
@@ -15,16 +15,16 @@ const STOP_BYTES_MAX: usize = 1024;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TextRules {
     pub(crate) stops: Vec<String>,
-    /// Whether the stop string, or the end token, that ended the answer is part of it.
+    /// Whether the stop string or end token that ended the answer is part of the text.
     pub(crate) includes_stop: bool,
     /// Whether special tokens are shown.
     pub(crate) shows_specials: bool,
-    /// Tokens of the answer in which no stop string is looked for.
+    /// Number of tokens within which stop strings are not matched.
     pub(crate) min_tokens: u32,
 }
 
 impl TextRules {
-    /// Reads the fields that concern text, by the names of vLLM.
+    /// Reads the fields that concern text, under vLLM's names.
     pub(crate) fn parse(fields: &mut Fields<'_>) -> Result<Self, ApiError> {
         let stops = stops(fields)?;
         let shows_specials = !fields.boolean("skip_special_tokens")?.unwrap_or(true);

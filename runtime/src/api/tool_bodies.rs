@@ -13,13 +13,13 @@ use crate::model::ToolStyle;
 /// Maximum nesting of a Python value.
 const DEPTH_MAX: usize = 64;
 
-/// What a text between marks is.
+/// The meaning of a text between marks.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum ReadCalls {
     Calls(Vec<ToolCall>),
-    /// The beginning of calls.
+    /// The beginning of calls, which may become complete.
     Incomplete,
-    /// Nothing that is called.
+    /// Not a call.
     Other,
 }
 
@@ -38,7 +38,7 @@ pub(super) fn read(style: ToolStyle, text: &str, functions: &[CalledFunction]) -
         ToolStyle::Tagged | ToolStyle::Bare { .. } | ToolStyle::Listed(_) => json_calls(text, functions),
         ToolStyle::Named => named_calls(text, functions),
         ToolStyle::Gemma => gemma_calls::read(text, functions),
-        // read as it is written, in `harmony`
+        // parsed incrementally, in `harmony`
         ToolStyle::Harmony => ReadCalls::Other,
         ToolStyle::JsonInTag => match text.split_once('>') {
             Some((name, arguments)) if !arguments.trim().is_empty() => {
@@ -81,7 +81,7 @@ fn known<'a>(name: &str, functions: &'a [CalledFunction]) -> Option<&'a CalledFu
     functions.iter().find(|(known, _)| known == name)
 }
 
-/// A call as a model writes it. Its arguments stay as they are written.
+/// A call as a model writes it. The arguments keep their text.
 #[derive(Deserialize)]
 struct CallText<'a> {
     #[serde(alias = "tool_name")]
@@ -122,14 +122,14 @@ fn json_call(call: &CallText<'_>, functions: &[CalledFunction]) -> Option<ToolCa
     let (name, _) = known(&call.name, functions)?;
     let raw = call.arguments.or(call.parameters).map_or("{}", RawValue::get);
     let arguments = match raw.starts_with('"') {
-        // some models write them as a text
+        // some models write them as a string
         true => serde_json::from_str::<String>(raw).ok().filter(|text| object(text).is_ok())?,
         false => raw.to_owned(),
     };
     arguments.starts_with('{').then(|| ToolCall { name: name.clone(), arguments })
 }
 
-/// Checks that a text is a JSON object. Its numbers may be beyond every machine type.
+/// Checks that a text is a JSON object. Numbers may exceed every machine type.
 fn object(text: &str) -> serde_json::Result<()> {
     serde_json::from_str::<BTreeMap<String, &RawValue>>(text).map(drop)
 }
@@ -210,8 +210,8 @@ fn keys_and_values(text: &str, functions: &[CalledFunction]) -> ReadCalls {
     }
 }
 
-/// Where a value ends: at the first closing tag behind which nothing or one of `next` stands, since a
-/// value may contain the closing tag itself.
+/// End of a value: the first closing tag that is followed by nothing or by one of `next`, since a value may
+/// contain the closing tag.
 fn end_of_value(text: &str, close: &str, next: &[&str]) -> Option<usize> {
     let mut first = None;
     for (at, _) in text.match_indices(close) {
@@ -227,7 +227,7 @@ fn end_of_value(text: &str, close: &str, next: &[&str]) -> Option<usize> {
 /// The parts of a tag.
 struct Tags {
     begin: &'static str,
-    /// What stands behind the name.
+    /// Text that ends the name.
     name_end: &'static str,
     end: &'static str,
 }
@@ -247,7 +247,7 @@ fn tagged(text: &str, functions: &[CalledFunction], tags: &Tags, inner: &Tags) -
             let Some(end) = end_of_value(behind, inner.end, &[inner.begin, tags.end]) else {
                 return ReadCalls::Incomplete;
             };
-            // DeepSeek says whether the value is a text
+            // DeepSeek marks whether the value is a string
             let (key, is_text) = match key.split_once("\" string=\"") {
                 Some((key, is_text)) => (key, Some(is_text.starts_with("true"))),
                 None => (key.trim_matches('"'), None),
@@ -282,7 +282,7 @@ fn tagged(text: &str, functions: &[CalledFunction], tags: &Tags, inner: &Tags) -
     }
 }
 
-/// Calls as Python writes them.
+/// Calls in Python's syntax.
 struct PythonText<'a> {
     text: &'a str,
     at: usize,

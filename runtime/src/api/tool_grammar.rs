@@ -8,10 +8,10 @@ use super::tool_schema::arguments;
 use crate::grammar::Grammar;
 use crate::model::{ListMarks, ToolStyle};
 
-/// A text without the tag that would end it.
+/// A text without its closing tag.
 const TEXT: &str = r"/([^<]|<[^\/])*/";
 
-/// A grammar in Lark's form of one call, or of `several`.
+/// A grammar in Lark's format of one call, or of `several`.
 pub(super) fn calls(
     style: ToolStyle,
     functions: &[&CalledFunction],
@@ -32,8 +32,8 @@ pub(super) fn calls(
     grammar
 }
 
-/// The same for answers that may call tools, from where a mark begins the first call; none where a style has
-/// no such mark.
+/// Like `required`'s grammar, for answers that may call tools, from the mark that begins the first call; none
+/// where a style has no such mark.
 pub(super) fn begun_calls(
     style: ToolStyle,
     functions: &[&CalledFunction],
@@ -63,14 +63,14 @@ struct CallWriter<'a> {
     is_special: &'a dyn Fn(&str) -> bool,
 }
 
-/// A text as Lark's form has it.
+/// A text as a literal of Lark's format.
 fn literal(text: &str) -> String {
     Value::from(text).to_string()
 }
 
 impl CallWriter<'_> {
-    /// A mark: a token of its own, or text. One whose name is no token's in this form is left out, and
-    /// readers do without it.
+    /// A mark: a token of its own, or text. One whose name cannot be written in Lark's format is left out,
+    /// and readers do not need it.
     fn mark(&self, mark: &str) -> String {
         match (self.is_special)(mark) {
             false => literal(mark),
@@ -79,7 +79,7 @@ impl CallWriter<'_> {
         }
     }
 
-    /// What stands before, between and after calls.
+    /// Text before, between and after calls.
     fn around(&self) -> (String, String, String) {
         let marks = self.style.marks();
         let list = |open: String, close: String| {
@@ -113,7 +113,7 @@ impl CallWriter<'_> {
         }
     }
 
-    /// Whether answers that begin with a call need no mark, and the mark is not always text.
+    /// Whether answers that begin with a call need no mark, and the mark may be a token.
     fn has_optional_mark(&self) -> bool {
         let marks = self.style.marks();
         marks.close.is_empty() && self.mark(marks.open).starts_with('"') || self.mark(marks.open).is_empty()
@@ -188,7 +188,7 @@ impl CallWriter<'_> {
         }
     }
 
-    /// A call with an element for each argument: those that must be there, and then any of the others.
+    /// A call with an element for each argument: the required ones, then any of the others.
     fn fields(
         &self,
         rule: &str,
@@ -228,7 +228,7 @@ impl CallWriter<'_> {
         })
     }
 
-    /// What stands before the arguments of a call in gpt-oss's form.
+    /// Text before the arguments of a call in gpt-oss's format.
     fn harmony_head(&self, name: &str) -> String {
         let recipient = literal(&format!("commentary to=functions.{name} "));
         let [channel, constrain, message] =
@@ -236,8 +236,8 @@ impl CallWriter<'_> {
         [channel, recipient, constrain, literal("json"), message].join(" ")
     }
 
-    /// Arguments by name in Gemma's form, with JSON's numbers, lists and objects: those that must be there
-    /// and then any of the others, or at most one where none must.
+    /// Arguments by name in Gemma's format, with JSON's numbers, lists and objects: the required ones, then
+    /// any of the others, or at most one where none is required.
     fn gemma(&self, rule: &str, name: &str, schema: &Value) -> String {
         let marks = self.style.marks();
         let (open, close) = (self.mark(marks.open), self.mark(marks.close));
@@ -263,8 +263,8 @@ impl CallWriter<'_> {
         format!("{rule}: {open} {} {inside} \"}}\" {close}\n{values}", literal(&format!("call:{name}{{")))
     }
 
-    /// Arguments by name, with JSON values, which Python's calls may have too: those that must be there
-    /// and then any of the others, or at most one where none must.
+    /// Arguments by name, with JSON values, which Python's calls may have too: the required ones, then any of
+    /// the others, or at most one where none is required.
     fn pythonic(&self, rule: &str, name: &str, schema: &Value) -> String {
         let (mut required, mut others, mut values) = (Vec::new(), Vec::new(), String::new());
         for (at, argument) in arguments(schema).into_iter().enumerate() {

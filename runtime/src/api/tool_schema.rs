@@ -1,12 +1,12 @@
-//! The schemas of tools' arguments: what values written as text are, and grammars of calls.
+//! Schemas of tool arguments: types of values written as text, and grammars of calls.
 
 use serde_json::{Map, Value};
 
 /// Maximum number of references that lead to a schema.
 const REFERENCES_MAX: usize = 16;
 
-/// The value that `text` stands for, by the schema of the argument `key`: a text stays one where the
-/// schema has texts, or nothing else that it could be.
+/// Converts `text` to the value that the schema of the argument `key` expects: it stays a string where the
+/// schema allows strings, or no other type fits.
 pub(super) fn typed(schema: &Value, key: &str, text: &str) -> Value {
     let of = resolved(schema, &schema["properties"][key]);
     let mut kinds = Vec::new();
@@ -30,14 +30,14 @@ pub(super) fn typed(schema: &Value, key: &str, text: &str) -> Value {
         _ => false,
     };
     let is_text = kinds.contains(&"string");
-    // what is no schema's kind is still no text where the schema has no texts
+    // a value of another type is still not a string where the schema has no strings
     match kinds.iter().any(fits) || !is_text && !value.is_string() {
         true => value,
         false => Value::from(text),
     }
 }
 
-/// The schema that a reference leads to.
+/// The schema that a reference points to.
 fn resolved<'a>(root: &'a Value, schema: &'a Value) -> &'a Value {
     let mut found = schema;
     for _ in 0..REFERENCES_MAX {
@@ -66,7 +66,7 @@ fn collect_kinds<'a>(root: &'a Value, schema: &'a Value, kinds: &mut Vec<&'a str
     }
 }
 
-/// A schema that only objects fit; none if no object fits it.
+/// The schema restricted to objects; none if no object fits it.
 pub(super) fn of_objects(schema: &Value) -> Option<Value> {
     let Value::Object(map) = schema else { return None };
     let is_object = match &map.get("type") {
@@ -83,17 +83,17 @@ pub(super) fn of_objects(schema: &Value) -> Option<Value> {
     Some(Value::Object(all))
 }
 
-/// One argument of a function: its name, its schema with the definitions that it may refer to, and
-/// whether it must be there.
+/// One argument of a function: name, schema with the definitions that it may refer to, and whether it is
+/// required.
 pub(super) struct Argument {
     pub(super) name: String,
     pub(super) schema: Value,
     pub(super) is_required: bool,
-    /// Whether it can only be a text.
+    /// Whether it can only be a string.
     pub(super) is_text: bool,
 }
 
-/// The arguments that a schema names, those that must be there first.
+/// The arguments that a schema names, required ones first.
 pub(super) fn arguments(schema: &Value) -> Vec<Argument> {
     let root = resolved(schema, schema);
     let required: Vec<&str> =
@@ -105,7 +105,7 @@ pub(super) fn arguments(schema: &Value) -> Vec<Argument> {
         let is_text =
             !kinds.is_empty() && kinds.iter().all(|kind| *kind == "string") && of.get("enum").is_none();
         let mut own = of.clone();
-        // what refers to the whole schema, and not to its definitions, may be anything
+        // a reference to the whole schema, rather than to a definition, allows any value
         let refers = |to: &str| own.to_string().contains(&format!("\"$ref\":\"#{to}"));
         if refers("\"") || refers("/properties") {
             own = Value::Object(Map::new());

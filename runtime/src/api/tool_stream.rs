@@ -1,10 +1,10 @@
-//! Calls whose arguments are passed on while they are written, for streams. Styles with arguments that are no
-//! JSON pass a call on once it is complete.
+//! Calls whose arguments are streamed while they are generated. Styles whose arguments are not JSON return a
+//! call once it is complete.
 
 use super::tool_bodies::CalledFunction;
 use crate::model::ToolStyle;
 
-/// Where a streamed answer is in its calls.
+/// Position of a streamed answer within its calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CallPlace {
     /// Within the arguments of a call.
@@ -24,8 +24,8 @@ pub(super) struct JsonScan {
 }
 
 impl JsonScan {
-    /// Reads on. Returns where in `text` the object ends, if it does; `close` ends one that is not complete,
-    /// unless it stands in a string.
+    /// Reads on. Returns the position in `text` at which the object ends, if it does; `close` ends an
+    /// incomplete one, unless it stands in a string.
     pub(super) fn end(&mut self, text: &str, close: &str) -> Option<usize> {
         for (at, letter) in text.char_indices() {
             match letter {
@@ -52,12 +52,12 @@ impl JsonScan {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct BegunCall {
     pub(super) name: String,
-    /// Where its arguments begin.
+    /// Position at which the arguments begin.
     pub(super) at: usize,
 }
 
-/// The call that begins with `text`, which stands behind its opening mark; none before its arguments have
-/// begun, or if it must be read as a whole.
+/// The call at the beginning of `text`, behind the opening mark; none before the arguments have begun, or if
+/// it must be read as a whole.
 pub(super) fn begin(style: ToolStyle, text: &str, functions: &[CalledFunction]) -> Option<BegunCall> {
     let (name, at) = match style {
         ToolStyle::Tagged => json_head(text, 0)?,
@@ -98,7 +98,8 @@ pub(super) fn begin(style: ToolStyle, text: &str, functions: &[CalledFunction]) 
     functions.iter().any(|(known, _)| known == name).then(|| BegunCall { name: name.to_owned(), at })
 }
 
-/// The name in an object with a name and arguments that begins behind `from`, and where its arguments begin.
+/// The name in an object with a name and arguments that begins behind `from`, and the position of the
+/// arguments.
 fn json_head(text: &str, from: usize) -> Option<(&str, usize)> {
     let rest = after(&text[from..], "{")?;
     // Command R writes an id before the name
@@ -115,7 +116,7 @@ fn json_head(text: &str, from: usize) -> Option<(&str, usize)> {
     (rest.starts_with('{') && !name.contains('\\')).then(|| (name, text.len() - rest.len()))
 }
 
-/// The text behind `sign`, which may stand behind white space.
+/// The text behind `sign`, which white space may precede.
 fn after<'a>(text: &'a str, sign: &str) -> Option<&'a str> {
     text.trim_start().strip_prefix(sign)
 }

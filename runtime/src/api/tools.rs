@@ -1,4 +1,4 @@
-//! Tools that a model may call: what of a request concerns them, and the calls in what the model writes.
+//! Tools that a model may call: the request fields about tools, and the calls in the answer.
 
 use serde::Serialize;
 use serde_json::value::RawValue;
@@ -20,7 +20,7 @@ const TOOLS_MAX: usize = 128;
 const TOOLS_BYTES_MAX: usize = 1 << 20;
 /// Maximum length of a tool's name; OpenAI's.
 const NAME_BYTES_MAX: usize = 64;
-/// Maximum number of places at which arguments that were cut are tried to be closed.
+/// Maximum number of positions at which truncated arguments are tried to be closed.
 const ENDS_MAX: usize = 16;
 
 /// Whether tools must be called.
@@ -28,9 +28,9 @@ const ENDS_MAX: usize = 16;
 enum ToolChoice {
     /// The model decides.
     Auto,
-    /// At least one must be.
+    /// At least one call is required.
     Required,
-    /// This one must be.
+    /// A call of this function is required.
     Named(String),
 }
 
@@ -84,8 +84,8 @@ impl Tools {
         Ok(Some(Tools { given, functions, choice, parallel }))
     }
 
-    /// What an answer must be so that it calls what it must, or what a call must be once it has begun, where
-    /// the style tells that. `is_special` says whether a mark is a token of its own.
+    /// Returns the grammar of an answer with forced calls, or of a call that has begun, if the style has one.
+    /// `is_special` says whether a mark is a token of its own.
     pub(crate) fn grammar(&self, style: ToolStyle, is_special: &dyn Fn(&str) -> bool) -> Option<Grammar> {
         let named = |name: &str| matches!(&self.choice, ToolChoice::Named(wanted) if wanted == name);
         let may = |name: &str| self.choice == ToolChoice::Required || named(name);
@@ -103,7 +103,7 @@ impl Tools {
         self.choice == ToolChoice::Auto
     }
 
-    /// Reads the calls of one answer; in pieces where it is streamed.
+    /// Creates the reader for the calls of one answer; in pieces where it is streamed.
     pub(crate) fn reader(&self, style: ToolStyle, streams: bool) -> ToolReader {
         ToolReader::new(style, self.functions.clone(), self.parallel, streams)
     }
@@ -128,20 +128,19 @@ fn choice(raw: &RawValue) -> Result<Option<ToolChoice>, ApiError> {
 fn function(at: usize, tool: &Value) -> Result<(String, Value), ApiError> {
     let wrong = |what: &str| ApiError::value(format!("tools[{at}]"), format!("'tools[{at}]' {what}"));
     if tool["type"] != "function" {
-        return Err(wrong("is no tool of the type \"function\", the only type there is"));
+        return Err(wrong("is not a tool of the type \"function\", the only type there is"));
     }
     let function = &tool["function"];
     let name = function["name"].as_str().ok_or_else(|| wrong("has no 'function.name', a string"))?;
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.');
     if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.bytes().all(fits) {
-        let what =
-            format!("has a name that is not of 1 to {NAME_BYTES_MAX} letters, digits, '_', '-' and '.'");
+        let what = format!("needs a name of 1 to {NAME_BYTES_MAX} letters, digits, '_', '-' and '.'");
         return Err(wrong(&what));
     }
     let schema = match &function["parameters"] {
         Value::Null => json!({"type": "object", "properties": {}, "additionalProperties": false}),
         schema @ Value::Object(_) => schema.clone(),
-        _ => return Err(wrong("has 'function.parameters' that are no JSON schema")),
+        _ => return Err(wrong("has 'function.parameters' that are not a JSON schema")),
     };
     let schema = of_objects(&schema).ok_or_else(|| wrong("has 'function.parameters' that no object fits"))?;
     Ok((name.to_owned(), without_annotations(schema)))
@@ -173,8 +172,8 @@ pub(super) fn past_calls(name: &str, raw: &RawValue, bytes: &mut usize) -> Resul
     Ok(calls)
 }
 
-/// The arguments of a past call as a template sees them: those of an answer that was cut are completed,
-/// and none are an empty object.
+/// The arguments of a past call as a template sees them: truncated ones are completed, and empty ones are an
+/// empty object.
 fn past_arguments(given: Value) -> Value {
     let empty = || Value::Object(serde_json::Map::new());
     match given {
@@ -189,10 +188,10 @@ fn past_arguments(given: Value) -> Value {
     }
 }
 
-/// An object whose text was cut, with what is whole of it.
+/// A truncated object, with every complete part.
 fn completed(text: &str) -> Option<Value> {
     let (mut open, mut in_text, mut escaped) = (Vec::new(), false, false);
-    // where the text could be closed, and what would close it
+    // positions at which the text could be closed, and the closing text
     let mut ends: Vec<(usize, String)> = Vec::new();
     let closing = |open: &[char]| open.iter().rev().collect::<String>();
     for (at, letter) in text.char_indices() {
@@ -236,7 +235,7 @@ pub(crate) struct ToolCall {
 pub(crate) struct CallPiece {
     /// The call's number in its answer.
     pub(crate) index: usize,
-    /// The name of the function, with which a call begins.
+    /// The name of the function, in the first part of a call.
     pub(crate) name: Option<String>,
     /// Further JSON of the arguments.
     pub(crate) arguments: String,
@@ -252,15 +251,15 @@ impl CallPiece {
     }
 }
 
-/// What a piece of an answer turns out to be.
+/// The meaning of a piece of an answer.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct ToolPieces {
-    /// Text that belongs to no call.
+    /// Text outside of calls.
     pub(crate) text: String,
-    /// What the model thinks, where its format tells that apart.
+    /// Reasoning of the model, where its format separates reasoning from the answer.
     pub(crate) thought: String,
     pub(crate) calls: Vec<CallPiece>,
-    /// Whether the answer ends here, since it may have no further call.
+    /// Whether the answer ends here, since no further call is allowed.
     pub(crate) ended: bool,
 }
 

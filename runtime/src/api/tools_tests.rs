@@ -45,7 +45,7 @@ fn tools(further: &Value) -> Tools {
     parse(&body).unwrap().unwrap()
 }
 
-/// Text and calls of an answer that comes in these pieces.
+/// Text and calls of an answer that arrives in these pieces.
 fn read(tools: &Tools, style: ToolStyle, pieces: &[&str]) -> (String, Vec<ToolCall>) {
     read_by(tools.reader(style, false), pieces)
 }
@@ -274,18 +274,18 @@ fn calls_of_every_style_are_read_whole_and_in_pieces() {
         if style == ToolStyle::Harmony {
             continue;
         }
-        // text before a call, where a mark tells them apart
+        // text before a call, where a mark separates them
         if text.starts_with(['<', '[']) && text.starts_with(style.marks().open) {
             let (said, calls) = read(&all, style, &[&format!("I look.\n{text}")]);
             assert_eq!((said.trim(), calls.len()), ("I look.", 2), "{style:?}");
         }
-        // a call that is cut stays text, and nothing is lost
+        // a truncated call stays text, and nothing is lost
         let cut = &text[..text.find("look").unwrap() + 5];
         assert_eq!(read(&all, style, &[cut]), (cut.to_owned(), vec![]), "{style:?}");
     }
 }
 
-/// Where calls come in pieces, as streams have them.
+/// Styles whose calls are streamed in pieces.
 #[test]
 fn streamed_calls_begin_with_their_names_and_go_on_with_arguments() {
     let (all, one) = (tools(&json!({})), tools(&json!({"parallel_tool_calls": false})));

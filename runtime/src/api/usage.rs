@@ -1,13 +1,13 @@
-//! What each tenant has used, in tokens and dollars, since this process started.
+//! Usage of each tenant, in tokens and dollars, since this process started.
 
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::sync::{Mutex, PoisonError};
 
-/// What was used of a fleet.
+/// Usage of a fleet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub(crate) struct Spent {
-    /// Requests that ended, however they did.
+    /// Requests that ended, with any outcome.
     pub(crate) requests: u64,
     pub(crate) prompt_tokens: u64,
     /// Of these, tokens that were not computed again.
@@ -34,7 +34,7 @@ impl Account {
         };
     }
 
-    /// Shows it as that of `tenant`.
+    /// Returns the account as that of `tenant`.
     pub(crate) fn document(&self, tenant: &str) -> Value {
         let spent = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mut document = json!(spent);

@@ -16,7 +16,7 @@ use crate::env::SharedEnv;
 /// millisecond.
 const IN_PLACE_BYTES_MAX: usize = 4 << 10;
 
-/// The length to state of work that may take long whatever its size.
+/// The length to declare for work that may take long regardless of its size.
 pub(super) const NEVER_IN_PLACE: usize = usize::MAX;
 
 type Job = Box<dyn FnOnce() + Send>;
@@ -51,7 +51,7 @@ struct Queues {
 impl Waiting {
     fn push(&self, party: Party, job: Job) -> Result<(), ApiError> {
         let full = |whose: &str, most: usize| {
-            ApiError::overloaded(format!("{most} requests{whose} wait to be read already"), 1)
+            ApiError::overloaded(format!("{most} requests{whose} already wait to be read"), 1)
         };
         let mut queues = self.lock();
         let own = queues.of.get(&party).map_or(0, VecDeque::len);
@@ -111,8 +111,8 @@ impl WorkPool {
     }
 
     /// Runs `work` on a body of `bytes` bytes that `party` sent. `held` is returned with the result; it is
-    /// released only when the work has really ended, whether or not a caller still waits. Work whose client
-    /// has left does not begin; work that has begun is told.
+    /// released only when the work has ended, whether or not a caller still waits. Work whose client has left
+    /// does not begin; work that has begun is notified.
     pub(crate) async fn run<T: Send + 'static, H: Send + 'static>(
         &self,
         bytes: usize,

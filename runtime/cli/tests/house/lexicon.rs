@@ -56,7 +56,6 @@ const UNREVISED: &[&str] = &[
     "docs/results/hardening.md",
     "docs/results/soak.md",
     "docs/results/templates.md",
-    "runtime/src/api/",
     "runtime/src/model/",
 ];
 
