@@ -31,7 +31,7 @@ impl TokenLogprobs {
         size_of::<Self>() + self.logprobs.as_ref().map_or(0, logprobs_bytes)
     }
 
-    /// A copy with at most this many alternatives.
+    /// Truncates the alternatives to at most `most`.
     pub(crate) fn with_tops(mut self, most: u32) -> Self {
         if let Some(logprobs) = &mut self.logprobs {
             logprobs.top.truncate(most as usize);

@@ -66,12 +66,12 @@ impl ApiError {
         Self::field(param, "unsupported_parameter", format!("'{param}' is not supported: {hint}"))
     }
 
-    /// Like `unsupported`, for a field within `place`.
+    /// Renames the field to one within `place`.
     pub(crate) fn within(self, place: &str) -> Self {
         ApiError { param: self.param.map(|param| format!("{place}.{param}")), ..self }
     }
 
-    /// Like `unsupported`, for fields that the client knows by other names.
+    /// Replaces names of fields by those that the client knows.
     pub(crate) fn renamed(mut self, names: &[(&str, &str)]) -> Self {
         let Some(param) = &mut self.param else { return self };
         if let Some((from, to)) = names.iter().find(|(from, _)| param.starts_with(from)) {

@@ -1,8 +1,9 @@
-//! Steps of a model whose attention has devices of its own: the first member has the weights and keeps no KV,
-//! the others keep the KV and attend to it ([`Partition::attention`]).
+//! Steps of a model with separate attention devices: the first member has the weights and keeps no KV; the
+//! others keep the KV and compute attention ([`Partition::attention`]).
 //!
-//! A step is one batch or two, each with activations of its own on every member. Of two, the first member
-//! computes the products of one while the others attend to the other; one thread submits to all queues.
+//! A step is one batch or two, each with its own activations on every member. With two, the first member
+//! computes the products of one while the others compute attention of the other; one thread submits to all
+//! queues.
 //!
 //! [`Partition::attention`]: mixfleet_scheduler::cost::Partition::attention
 
@@ -23,18 +24,18 @@ use mixfleet_scheduler::layers::{Activation, AttentionSizes, BufferRoom, LayerOp
 use std::ops::Range;
 use std::time::Duration;
 
-/// The number of the first member that attends.
+/// The number of the first attention member.
 const FIRST_ATTENDING: usize = 1;
 
-/// A member that keeps KV and attends to it, and has no weights.
+/// A member that keeps KV and computes attention, and has no weights.
 pub struct AttentionMember {
     attention: Attention,
-    /// Its share of the model.
+    /// The member's share of the model.
     model: ModelShape,
     activations: Activations,
     inputs: Slice,
     share: MemberShare,
-    /// Which pages it has, of how many members, where pages are divided.
+    /// The pages of this member, and the number of members, where pages are divided.
     pages: Option<(u32, u32)>,
     shape: StepShape,
     /// Bytes of a head of activations.
@@ -42,29 +43,29 @@ pub struct AttentionMember {
     alignment: u64,
 }
 
-/// A batch whose inputs are on a member that attends.
+/// A batch whose inputs are on an attention member.
 struct AttentionPass {
     sizes: AttentionSizes,
     inputs: AttentionInputs,
     held: Held,
 }
 
-/// The rows of a step that a member has something of.
+/// The rows of a step that concern a member.
 struct Held {
-    /// Those that it attends to; all if none.
+    /// Rows that the member computes attention of; all if none.
     rows: Option<Vec<u32>>,
-    /// The first so many of them, which others may attend to as well.
+    /// Number of leading rows that other members may attend to as well.
     partial: u32,
-    /// Those whose keys and values it writes; all if none.
+    /// Rows whose keys and values the member writes; all if none.
     written: Option<Vec<u32>>,
 }
 
 impl AttentionMember {
-    /// Allocates the KV pools of a member's share of a model, and what attention takes. `shape` is that of
-    /// the instance's steps, with the blocks that this member has a part of.
+    /// Allocates the KV pools of a member's share of a model, and the buffers of attention. `shape` is the
+    /// instance's, with the blocks that this member has a part of.
     ///
     /// # Errors
-    /// Those of the device, and `Invalid` for a member that does not attend.
+    /// Errors of the device, and `Invalid` for a member without attention.
     pub fn new(
         device: &dyn Device,
         config: &ModelConfig,
@@ -73,7 +74,7 @@ impl AttentionMember {
     ) -> Result<Self> {
         let attends = partition.shares().get(member as usize).filter(|share| !share.has_weights());
         let Some(share) = attends else {
-            return Err(Error::invalid(format!("member {member} is none that attends")));
+            return Err(Error::invalid(format!("member {member} does not compute attention")));
         };
         let own = config.of_member(share);
         let holders = partition.page_holders();
@@ -82,17 +83,17 @@ impl AttentionMember {
         AttentionMember::with(device, config, (share, pages), shape, attention)
     }
 
-    /// The same member for the second of two batches in flight: the same KV, and activations of its own.
+    /// Returns the member for the second of two batches in flight: the same KV, with its own activations.
     ///
     /// # Errors
-    /// Those of the device, and `Unsupported` if a step cannot be halved.
+    /// Errors of the device, and `Unsupported` if a step cannot be halved.
     pub fn for_second_batch(&self, device: &dyn Device, config: &ModelConfig) -> Result<Self> {
         let shape = self.shape.of_second_batch();
         let shape = shape.ok_or_else(|| Error::unsupported("a step of one sequence is one batch"))?;
         AttentionMember::with(device, config, (&self.share, self.pages), shape, self.attention.clone())
     }
 
-    /// `shape` has the pages that this member has.
+    /// `shape` has the pages of this member.
     fn with(
         device: &dyn Device,
         config: &ModelConfig,
@@ -102,7 +103,7 @@ impl AttentionMember {
     ) -> Result<Self> {
         let config = config.of_member(share);
         let tokens = u64::from(shape.tokens_max);
-        // every row of a divided sequence is attended to as a decode
+        // every row of a divided sequence is computed as a decode
         let decodes = if pages.is_some() { tokens } else { u64::from(shape.sequences_max) };
         let alignment = device.limits().alignment_bytes.max(4);
         let alloc = |bytes: u64| device.alloc(bytes.max(4), BufferUsage::Activations);
@@ -126,7 +127,7 @@ impl AttentionMember {
         self.attention.pools()
     }
 
-    /// Uploads what it is told of a batch. Parts with one token come first.
+    /// Uploads the inputs of a batch. Parts with one token come first.
     fn begin(&self, device: &dyn Device, parts: &[StepInput<'_>]) -> Result<AttentionPass> {
         let (reaches, block) = (self.attention.reaches(), self.shape.block_tokens);
         let (sizes, tables, held) = match self.pages {
@@ -163,7 +164,7 @@ impl AttentionMember {
         list.finish()
     }
 
-    /// Its part, in `here`, of a matrix that has a row of all `heads` or KV heads per token.
+    /// The member's part, in `here`, of a matrix that has a row of all `heads` or KV heads per token.
     fn part<'a>(
         &self,
         (device, here): (&'a dyn Device, &Slice),
@@ -175,7 +176,7 @@ impl AttentionMember {
         MatrixPart { at: MemberSlice { device, slice }, rows: rows.map(|rows| &rows[..]), columns }
     }
 
-    /// Its queries, keys and values of a step.
+    /// The member's queries, keys and values of a step.
     fn received<'a>(&self, device: &'a dyn Device, pass: &'a AttentionPass) -> [MatrixPart<'a>; 3] {
         let AttentionPass { sizes, held, .. } = pass;
         let (rows, written) = ((sizes.tokens, held.rows.as_ref()), (sizes.written, held.written.as_ref()));
@@ -188,7 +189,7 @@ impl AttentionMember {
         ]
     }
 
-    /// What it attended to in a step.
+    /// The member's attention output in a step.
     fn attended<'a>(&self, device: &'a dyn Device, pass: &'a AttentionPass) -> AttendedPart<'a> {
         let AttentionPass { sizes, held, .. } = pass;
         let heads = to_u32(self.share.heads.len());
@@ -206,7 +207,7 @@ impl AttentionMember {
     }
 }
 
-/// A member that attends, and what it has of a batch.
+/// An attention member, and its part of the batch.
 struct Attends<'a> {
     device: &'a dyn Device,
     member: &'a AttentionMember,
@@ -222,11 +223,11 @@ pub struct ApartBatch<'a> {
 }
 
 impl<'a> ApartBatch<'a> {
-    /// Uploads the inputs of a batch to the member with the weights and to those that attend. Parts with one
-    /// token come first. No earlier batch may still run on the same activations.
+    /// Uploads the inputs of a batch to the member with the weights and to the attention members. Parts with
+    /// one token come first. No earlier batch may still run on the same activations.
     ///
     /// # Errors
-    /// Those of the devices.
+    /// Errors of the devices.
     pub fn begin(
         (device, forward): (&'a dyn Device, &'a Forward),
         attending: impl IntoIterator<Item = (&'a dyn Device, &'a AttentionMember)>,
@@ -249,7 +250,7 @@ impl<'a> ApartBatch<'a> {
         self.forward.config().layers as usize
     }
 
-    /// The commands of the first member after `layer` layers were attended to.
+    /// The commands of the first member after the attention of `layer` layers.
     fn products(&self, layer: usize) -> Result<Vec<Cmd>> {
         let (forward, pass) = (self.forward, &self.pass);
         let mut list = match layer.checked_sub(1) {
@@ -267,15 +268,15 @@ impl<'a> ApartBatch<'a> {
         Ok(list)
     }
 
-    /// Exchanges what a layer exchanges, whatever is there, and returns the bytes that crossed.
+    /// Performs an exchange of a layer, and returns the bytes that crossed.
     ///
     /// # Errors
-    /// Those of the devices and of the exchange.
+    /// Errors of the devices and of the exchange.
     pub fn exchange_layer(&self, exchange: &mut dyn Collective) -> Result<u64> {
         Ok(self.send(exchange)? + self.collect(exchange, 0)?)
     }
 
-    /// A matrix of activations on the first member, with a row of so many heads per token.
+    /// A matrix of activations on the first member, with a row of `heads` heads per token.
     fn matrix(&self, buffer: Activation, heads: u32) -> MemberSlice<'a> {
         let slice = self.forward.activations().of(buffer);
         let columns = heads * self.forward.config().head_dim;
@@ -283,7 +284,7 @@ impl<'a> ApartBatch<'a> {
         MemberSlice { device: self.device, slice: rows }
     }
 
-    /// Deals queries, keys and values to the members that attend; returns their bytes.
+    /// Distributes queries, keys and values to the attention members; returns the number of bytes.
     fn send(&self, exchange: &mut dyn Collective) -> Result<u64> {
         let c = self.forward.config();
         let sent = [(Activation::Q, c.heads), (Activation::K, c.kv_heads), (Activation::V, c.kv_heads)];
@@ -298,7 +299,7 @@ impl<'a> ApartBatch<'a> {
         Ok(bytes)
     }
 
-    /// Puts together on the first member what the others attended to in a layer; returns the bytes of it.
+    /// Gathers on the first member the attention output of a layer; returns the number of bytes.
     fn collect(&self, exchange: &mut dyn Collective, layer: usize) -> Result<u64> {
         let (heads, tokens) = (self.forward.config().heads, self.pass.tokens());
         let attended: Vec<AttendedPart<'_>> = self.attending.iter().map(Attends::attended).collect();
@@ -320,7 +321,8 @@ impl Attends<'_> {
         self.member.attended(self.device, &self.pass)
     }
 
-    /// Submits attention of a layer, and what gathers its KV; none if there is nothing to attend to.
+    /// Submits attention of a layer, and the gathering of the layer's KV; none if there is nothing to attend
+    /// to.
     fn submit(&self, layer: usize, gathers: Vec<Cmd>, queue: &mut dyn Queue) -> Result<Option<Ticket>> {
         let mut list = self.member.commands(layer, &self.pass)?;
         list.extend(gathers);
@@ -331,22 +333,22 @@ impl Attends<'_> {
     }
 }
 
-/// A queue of the member with the weights, and of each that attends.
+/// Queues of the member with the weights, and of each attention member.
 pub struct ApartQueues<'a> {
-    /// The first one.
+    /// The first member's queue.
     pub first: &'a mut dyn Queue,
-    /// The others, in the order of members.
+    /// The other queues, in the order of members.
     pub attending: Vec<&'a mut dyn Queue>,
 }
 
-/// What is under way for a batch.
+/// Work in flight for a batch.
 enum UnderWay {
     Products(Ticket),
     Attention(Vec<Option<Ticket>>),
     Nothing,
 }
 
-/// A batch, and how far it is.
+/// A batch and its progress.
 struct InFlight<'b, 'a> {
     batch: &'b ApartBatch<'a>,
     number: usize,
@@ -356,12 +358,12 @@ struct InFlight<'b, 'a> {
 }
 
 impl InFlight<'_, '_> {
-    /// Whether it waits for attention.
+    /// Whether the batch waits for attention.
     fn attends(&self) -> bool {
         matches!(self.under_way, UnderWay::Attention(_))
     }
 
-    /// Waits for what is under way; KV leaves meanwhile.
+    /// Waits for the work in flight; KV leaves meanwhile.
     fn wait(&self, queues: &mut ApartQueues<'_>, timeout: Duration, kv: &mut dyn LayerKv) -> Result<()> {
         let mut wait = |device: &dyn Device, queue: &mut dyn Queue, ticket| {
             let named = |error: Error| error.context(device.info().id.clone());
@@ -378,7 +380,7 @@ impl InFlight<'_, '_> {
         }
     }
 
-    /// Whether what is under way has ended. How it failed is said once, and ends the step.
+    /// Whether the work in flight has ended. A failure is returned once, and ends the step.
     fn has_ended(&self, queues: &mut ApartQueues<'_>) -> Result<bool> {
         match self.wait(queues, Duration::ZERO, &mut KvStays) {
             Err(error) if error.kind == ErrorKind::Timeout => Ok(false),
@@ -386,7 +388,7 @@ impl InFlight<'_, '_> {
         }
     }
 
-    /// Begins what follows on what has ended. KV of a layer leaves beside the products that follow it.
+    /// Begins the work that follows. KV of a layer leaves beside the products that follow it.
     fn go_on(
         &mut self,
         queues: &mut ApartQueues<'_>,
@@ -423,7 +425,7 @@ impl InFlight<'_, '_> {
 /// batch, with its number, and has drawn from them.
 ///
 /// # Errors
-/// Those of the devices and of the exchange, of `kv` and of `drawn`.
+/// Errors of the devices and of the exchange, of `kv` and of `drawn`.
 pub fn run_apart(
     queues: &mut ApartQueues<'_>,
     batches: &[ApartBatch<'_>],
@@ -435,11 +437,11 @@ pub fn run_apart(
     let new = |(number, batch)| InFlight { batch, number, layer: 0, under_way: UnderWay::Nothing };
     let mut all: Vec<_> = batches.iter().enumerate().map(new).collect();
     all.iter_mut().try_for_each(|batch| batch.go_on(queues, exchange, kv))?;
-    // which of the two sides ends first: whoever goes on there gives that side work before it has none
+    // wait for the side that ends first: the next work there is submitted before the side becomes idle
     let mut attention_first = false;
     loop {
         let under_way = (0..all.len()).filter(|&at| !matches!(all[at].under_way, UnderWay::Nothing));
-        // of those on the same side the oldest, since a queue has an order
+        // among batches on the same side the oldest, since a queue is ordered
         let next = under_way.clone().min_by_key(|&at| (all[at].attends() != attention_first, all[at].layer));
         let Some(next) = next else { return Ok(()) };
         all[next].wait(queues, timeout, kv)?;

@@ -16,7 +16,7 @@ pub(super) struct Arena {
     /// Token ids, slots, positions, ranges, block tables and parameters of draws, in one upload per step.
     pub(super) inputs: Slice,
     pub(super) activations: Activations,
-    /// Rows that the order of rows by head is of.
+    /// The number of rows for which the order of rows by head is valid.
     ordered: AtomicU32,
 }
 
@@ -33,7 +33,7 @@ impl Activations {
         let mut all = std::array::from_fn(|_| None);
         for (buffer, bytes) in buffers {
             let usage = match buffer {
-                // it stays what it is if a device that was lost comes back
+                // the buffer stays valid if a lost device returns
                 Activation::PieceFactors => BufferUsage::Weights,
                 _ => BufferUsage::Activations,
             };
@@ -80,8 +80,8 @@ impl Arena {
         })
     }
 
-    /// Writes the order of a step's rows by head, where latents are attended to, unless the last step had as
-    /// many. No step may run that reads it.
+    /// Writes the order of a step's rows by head, where attention is over latents, unless the last step had
+    /// as many. No step that reads the order may run.
     pub(super) fn order_by_head(&self, device: &dyn Device, heads: u32, tokens: u32) -> Result<()> {
         let [order_buffer, starts_buffer] =
             [Activation::HeadOrder, Activation::HeadStarts].map(|buffer| self.activations.get(buffer));
@@ -99,8 +99,8 @@ impl Arena {
     }
 }
 
-/// Bytes that [`AttentionInputs`](super::attention::AttentionInputs) takes for the largest step, with up to
-/// so many decodes.
+/// Bytes of [`AttentionInputs`](super::attention::AttentionInputs) for the largest step, with up to `decodes`
+/// decodes.
 pub(super) fn attention_input_bytes(c: &ModelConfig, shape: &StepShape, decodes: u64, alignment: u64) -> u64 {
     let (tokens, sequences) = (u64::from(shape.tokens_max), u64::from(shape.sequences_max));
     let (windows, row) = (distinct_windows(c).len() as u64, u64::from(table_row(c, shape)));

@@ -1,4 +1,4 @@
-//! KV pages on a device, and what attention is told of a step.
+//! KV pages on a device, and the attention inputs of a step.
 
 use super::arena::Packer;
 use super::expanded::ExpandedInputs;
@@ -15,19 +15,19 @@ use std::borrow::Cow;
 pub(super) struct Attention {
     pools: Vec<(Slice, Slice)>,
     kv: KvShape,
-    /// The window of each layer, as its place in `windows`.
+    /// The window of each layer, as its index in `windows`.
     window_of: Vec<usize>,
     /// The distinct windows of the layers.
     windows: Vec<Option<u32>>,
     /// The pages of each layer.
     pages: LayerPages,
-    /// Pages in each pool beside those where nothing is read.
+    /// Pages in each pool besides the spare ones that are never read.
     page_count: u32,
-    /// The sinks of each layer's heads; none where they are not known.
+    /// The sinks of each layer's heads; none where they are unknown.
     sinks: Option<Vec<Tensor>>, // [heads] f32
 }
 
-/// The device memory of what attention is told of a step; slots and pages per part of the layers.
+/// The device memory of attention inputs of a step; slots and pages per part of the layers.
 pub(super) struct AttentionInputs {
     slots: Vec<Slice>,
     /// Ranges per distinct window.
@@ -36,12 +36,11 @@ pub(super) struct AttentionInputs {
     query_start: Slice,
     context: Slice,
     prefill_pages: Vec<Slice>,
-    /// Of prefills that attend to keys that are made of latents.
+    /// Inputs of prefills that attend to keys expanded from latents.
     pub(super) expanded: Option<ExpandedInputs>,
 }
 
-/// How layers differ in what they read: their distinct windows, and in how many parts they are, which have
-/// pages of their own.
+/// How layers differ in reading KV: the distinct windows, and the number of parts with separate pages.
 #[derive(Clone, Copy)]
 pub(super) struct Reaches<'a> {
     pub(super) windows: &'a [Option<u32>],
@@ -56,7 +55,7 @@ pub(super) fn distinct_windows(config: &ModelConfig) -> Vec<Option<u32>> {
     windows
 }
 
-/// The sizes of a step whose decodes and prefills these are.
+/// The sizes of a step with these decodes and prefills.
 pub(super) fn attention_sizes(
     decode: &[StepInput<'_>],
     prefill: &[StepInput<'_>],
@@ -84,7 +83,7 @@ pub(super) fn attention_sizes(
     }
 }
 
-/// What attention is told of a step: see the operands of the operations.
+/// Attention inputs of a step: see the operands of the operations.
 pub(super) struct AttentionTables {
     /// Slots per part of the layers.
     pub(super) slots: Vec<Vec<u32>>,
@@ -97,8 +96,8 @@ pub(super) struct AttentionTables {
     pub(super) prefill_pages: Vec<Vec<u32>>,
 }
 
-/// The pages of a sequence in a part of the layers. Where it has none any longer, the first one that it has
-/// stands: nothing of it is used there, but a device may load what it masks.
+/// The pages of a sequence in a part of the layers. A page that was dropped is replaced by the first one
+/// present: its content is masked, but a device may load it.
 fn of_part(pages: &[u32], part: u32, parts: u32) -> Cow<'_, [u32]> {
     if parts == 1 && pages.first() != Some(&NO_PAGE) {
         return Cow::Borrowed(pages);
@@ -109,7 +108,7 @@ fn of_part(pages: &[u32], part: u32, parts: u32) -> Cow<'_, [u32]> {
 }
 
 impl AttentionTables {
-    /// Of decodes and prefills of such sizes.
+    /// Sizes for decodes and prefills like these.
     pub(super) fn of(
         decode: &[StepInput<'_>],
         prefill: &[StepInput<'_>],
@@ -157,15 +156,15 @@ impl AttentionTables {
         all
     }
 
-    /// Adds decodes after the last one, of a step that has nothing else, which read nothing and write from
-    /// slot `first_spare` on.
+    /// Adds padding decodes to a step that has only decodes; they read nothing and write from slot
+    /// `first_spare` on.
     pub(super) fn pad(&mut self, rows: u32, first_spare: u32, pages_max: u32) {
         self.slots.iter_mut().for_each(|slots| slots.extend((0..rows).map(|i| first_spare + i)));
         self.ranges.iter_mut().for_each(|ranges| ranges.extend(zeros(2 * rows as usize)));
         self.decode_pages.iter_mut().for_each(|pages| pages.extend(zeros((rows * pages_max) as usize)));
     }
 
-    /// Packs it for the device.
+    /// Packs the inputs for the device.
     pub(super) fn put(self, packer: &mut Packer<'_>) -> AttentionInputs {
         let mut put = |all: Vec<Vec<u32>>| all.into_iter().map(|words| packer.put_words(words)).collect();
         AttentionInputs {
@@ -198,7 +197,7 @@ impl Attention {
         let place = |window| windows.iter().position(|w| w == window).expect("every window is listed");
         let both = |_| {
             let keys = pool()?;
-            // where keys contain values, they stand for these
+            // where keys contain values, the keys' pools stand for both
             let values = if kv.latent.is_some() { keys.clone() } else { pool()? };
             Ok((keys, values))
         };
@@ -215,12 +214,12 @@ impl Attention {
         })
     }
 
-    /// How its layers differ in what they read.
+    /// How the layers differ in reading KV.
     pub(super) fn reaches(&self) -> Reaches<'_> {
         Reaches { windows: &self.windows, parts: self.pages.parts.count() }
     }
 
-    /// The first slot that no sequence has.
+    /// The first slot that belongs to no sequence.
     pub(super) fn first_spare(&self) -> u32 {
         self.page_count * self.kv.page_tokens
     }
@@ -246,7 +245,7 @@ impl Attention {
         self.sinks.as_ref().map(|sinks| &sinks[at])
     }
 
-    /// What layer `at` is told of a step.
+    /// The inputs of layer `at` in a step.
     pub(super) fn table<'a>(
         &self,
         at: usize,

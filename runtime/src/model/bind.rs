@@ -8,11 +8,11 @@ use mixfleet_hal::op::Extent;
 use mixfleet_hal::{Cmd, Error, MatrixKind, OpSig, Result, Slice};
 use mixfleet_scheduler::layers::{OpArg, OpSink, StepTable, Weight};
 
-/// What the operations of a step name, and those of one of its layers.
+/// The operands that operations of a step name, and those of one layer.
 #[derive(Clone, Copy)]
 pub(super) struct BoundMemory<'a> {
     pub(super) activations: &'a Activations,
-    /// None on a member that only attends.
+    /// None on an attention member.
     pub(super) weights: Option<&'a Weights>,
     /// None on a member that leaves attention to others.
     pub(super) attention: Option<(&'a Attention, &'a AttentionInputs)>,
@@ -49,7 +49,7 @@ pub(super) struct Binder<'a> {
 }
 
 impl<'a> Binder<'a> {
-    /// Makes commands on this memory, of about so many operations.
+    /// Creates a binder to this memory, for about `operations` operations.
     pub(super) fn new(memory: BoundMemory<'a>, operations: usize) -> Self {
         Binder { memory, list: Vec::with_capacity(operations), args: Vec::new(), failed: None }
     }
@@ -57,7 +57,7 @@ impl<'a> Binder<'a> {
     /// The commands of all operations.
     ///
     /// # Errors
-    /// If an operand of one has no memory, or not that of its size.
+    /// If an operand of one has no memory, or memory of another size.
     pub(super) fn finish(self) -> Result<Vec<Cmd>> {
         self.failed.map_or(Ok(self.list), Err)
     }
@@ -109,16 +109,16 @@ impl OpSink for Binder<'_> {
     }
 }
 
-/// Collects operations as a device is asked for them: with the weights of one layer as these are stored.
+/// Collects operations for device queries, with the weights of one layer as stored.
 pub(crate) struct NeededOps<'a> {
     weights: Option<(&'a Weights, usize)>,
     sigs: Vec<OpSig>,
-    /// Whether an operation was left out since it has no weights here.
+    /// Whether an operation was left out since its weights are elsewhere.
     pub(crate) lacks_weights: bool,
 }
 
 impl<'a> NeededOps<'a> {
-    /// Of this layer of a model, or of one whose operations have no weights.
+    /// Creates a collector for this layer of a model, or for one whose operations have no weights.
     pub(crate) fn of(weights: Option<(&'a Weights, usize)>) -> Self {
         NeededOps { weights, sigs: Vec::new(), lacks_weights: false }
     }
@@ -145,7 +145,7 @@ impl OpSink for NeededOps<'_> {
     }
 }
 
-/// The operation with its weights as they are stored.
+/// The operation with its weights as stored.
 fn as_stored(sig: OpSig, kind: MatrixKind) -> OpSig {
     match (sig, kind) {
         (OpSig::Gemm { m, n, k, x, out, bias, accumulate, .. }, MatrixKind::Plain(weight)) => {

@@ -99,7 +99,7 @@ pub fn tokenizer_of(vocab: u32) -> Result<Tokenizer> {
     Tokenizer::new(inner.map_err(|e| Error::Tokenizer(e.to_string()))?)
 }
 
-/// The content of its `tokenizer_config.json`.
+/// The content of the tokenizer's `tokenizer_config.json`.
 pub(super) fn tokenizer_config() -> Value {
     json!({"bos_token": SPECIALS[0], "eos_token": SPECIALS[1], "chat_template": TEMPLATE})
 }

@@ -19,19 +19,19 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Steps that a template may take for any chat: real ones take a few hundred per message.
+/// Steps that a template may take for any chat: published ones take a few hundred per message.
 const FUEL: u64 = 200_000;
 /// Additional steps that a template may take for each message.
 const FUEL_PER_MESSAGE: u64 = 1000;
-/// Maximum steps for all messages together; a million take some tens of milliseconds.
+/// Maximum steps for all messages together; a million take tens of milliseconds.
 const FUEL_MAX: u64 = 50_000_000;
 
 /// Maximum number of bytes that a template may print.
 const OUTPUT_BYTES_MAX: usize = 32 << 20;
 
-/// Maximum words and symbols in one tag: real templates have less than a fifth of that.
+/// Maximum words and symbols in one tag: published templates have less than a fifth of that.
 const TAG_WORDS_MAX: usize = 500;
-/// Maximum number of branches: real templates have less than a fifth of that.
+/// Maximum number of branches: published templates have less than a fifth of that.
 const BRANCHES_MAX: usize = 200;
 
 const TEMPLATE_FILE: &str = "chat_template.jinja";
@@ -62,8 +62,8 @@ impl ChatMessage {
         ChatMessage { role: role.into(), content: content.into(), extra: Map::new(), order: Vec::new() }
     }
 
-    /// The message with its fields in another order. A `content` that is not among them is left out of what
-    /// templates see, as a field that is null is; all other fields that are not among them come last.
+    /// The message with its fields in another order. A `content` outside of the order is left out of the
+    /// template's view, like a null field; all other fields outside of the order come last.
     #[must_use]
     pub fn ordered(mut self, order: Vec<String>) -> Self {
         let usual = ["role", "content"].into_iter().chain(self.extra.keys().map(String::as_str));
@@ -151,11 +151,11 @@ pub struct ChatTemplate {
     tool_style: Option<ToolStyle>,
 }
 
-/// What a template is made of.
+/// The parts of a template.
 #[derive(Clone, Debug)]
 struct TemplateSources {
     default: String,
-    /// The template of requests with tools, where that is another one.
+    /// The template of requests with tools, where it differs.
     tool_use: Option<String>,
     /// The special tokens by their names as variables: `bos_token` and others.
     tokens: Vec<(String, String)>,
@@ -215,10 +215,10 @@ impl ChatTemplate {
         [default.as_str(), tool_use.as_deref().unwrap_or_default()].concat()
     }
 
-    /// The template with its source and its special tokens changed by `change`.
+    /// The template with its source and special tokens changed by `change`.
     ///
     /// # Errors
-    /// When that is not valid Jinja.
+    /// When the changed source is not valid Jinja.
     pub(super) fn changed(&self, change: &dyn Fn(&str) -> String) -> Result<Self> {
         let TemplateSources { default, tool_use, tokens } = &*self.sources;
         let tokens = tokens.iter().map(|(name, token)| (name.clone(), change(token))).collect();
@@ -229,7 +229,7 @@ impl ChatTemplate {
         })
     }
 
-    /// How the model calls tools; none if its template knows none.
+    /// The style of the model's tool calls; none if its template has no tools.
     pub fn tool_style(&self) -> Option<ToolStyle> {
         self.tool_style
     }
@@ -276,7 +276,7 @@ impl ChatTemplate {
     /// Renders a conversation, as [`render_until`](Self::render_until) does.
     ///
     /// # Errors
-    /// As there.
+    /// As for `render_until`.
     pub(super) fn render_chat(&self, chat: &Conversation<'_>, stopped: &dyn Fn() -> bool) -> Result<String> {
         self.render_values(chat, ChatValues::of(chat), stopped)
     }
@@ -327,7 +327,7 @@ impl ChatTemplate {
     }
 }
 
-/// What a template sees of a conversation.
+/// A conversation as a template sees it.
 pub(super) struct ChatValues {
     /// A list of maps.
     pub(super) messages: Value,
@@ -344,7 +344,7 @@ impl ChatValues {
     }
 }
 
-/// The text that a template has printed.
+/// The text that a template has printed so far.
 struct Page<'a> {
     text: Vec<u8>,
     /// Number of bytes that still fit; none once too many were printed.

@@ -223,7 +223,7 @@ fn a_tag_of_one_brace_is_no_tag() {
 
 #[test]
 fn what_jinja2_renders_is_rendered_alike() {
-    // the right values are jinja2's, in transformers' environment
+    // the expected values are jinja2's, in transformers' environment
     let cases = [
         ("{{ tools is none }}{{ documents is none }}{{ nothing is none }}", "TrueTrueFalse"),
         ("{{ (messages[0].tool_calls | length) == 0 }}", "True"),

@@ -1,4 +1,4 @@
-//! The shape of a decoder-only transformer, whatever family it comes from.
+//! The shape of a decoder-only transformer of any family.
 
 use super::experts::Mixture;
 use super::latent::LatentHeads;
@@ -25,10 +25,10 @@ pub struct ModelConfig {
     pub layers: u32,
     /// Query heads.
     pub heads: u32,
-    /// KV heads; divides `heads`. One with latent attention.
+    /// KV heads; divides `heads`. 1 with latent attention.
     pub kv_heads: u32,
-    /// Length of a head; need not be hidden / heads. With latent attention that of a latent and the rotated
-    /// part of a key.
+    /// Length of a head; need not be hidden / heads. With latent attention the length of a latent plus the
+    /// rotated part of a key.
     pub head_dim: u32,
     /// Latent attention, if layers have it (DeepSeek).
     pub latent: Option<LatentHeads>,
@@ -36,7 +36,7 @@ pub struct ModelConfig {
     pub vocab: u32,
     /// Longest sequence, prompt and output together.
     pub context_max: u32,
-    /// Epsilon of every RMS norm but those of the residual stream (`scales`).
+    /// Epsilon of every RMS norm except those of the residual stream (`scales`).
     pub norm_eps: f32,
     /// Whether q, k, v have biases (Qwen2, GLM-4-MoE).
     pub qkv_bias: bool,
@@ -47,8 +47,8 @@ pub struct ModelConfig {
     /// Whether q and k are normalised before rope: per head (Qwen3, the larger GLM-4-MoE), or all heads
     /// together (`style`).
     pub qk_norm: bool,
-    /// The sink of each head of each layer, if heads have some (gpt-oss): `[layers, heads]`, and none of them
-    /// before tensors were read.
+    /// The sink of each head of each layer, if heads have sinks (gpt-oss): `[layers, heads]`, and none before
+    /// tensors are read.
     pub sinks: Option<Arc<[f32]>>,
     /// Experts, if some layers have them instead of an MLP.
     pub experts: Option<Mixture>,
@@ -56,32 +56,32 @@ pub struct ModelConfig {
     pub tied_embeddings: bool,
     /// Sliding window of each layer; `layers` entries.
     pub windows: Vec<Option<u32>>,
-    /// The pages that the KV of each layer is in.
+    /// The page group that holds the KV of each layer.
     pub pages: LayerPages,
-    /// Rotary position embedding of all of a head, or of its first part.
+    /// Rotary position embedding of whole heads, or of their first parts.
     pub rope: Rope,
-    /// That of the layers that have another one (`style`).
+    /// Rope of the layers that have another one (`style`).
     pub second_rope: Option<Rope>,
-    /// Whether pairs that rope turns are neighbours.
+    /// Whether rotated pairs are adjacent.
     pub interleaved: bool,
-    /// What layers do beside what those of Llama do.
+    /// Differences of layers from Llama's.
     pub style: LayerStyle,
-    /// Numbers that the residual stream, scores and logits are multiplied by.
+    /// Multipliers of the residual stream, scores and logits.
     pub scales: ModelScales,
-    /// How its tensors are stored.
+    /// Layout of the stored tensors.
     pub layout: TensorLayout,
-    /// The dtype that most weights are stored in that are not quantised.
+    /// Dtype of most stored weights that are not quantised.
     pub dtype: DType,
     /// The format of the layers' matrices, if they are quantised.
     pub format: Option<WeightFormat>,
     /// Ids that end an answer (`generation_config.json`, else `config.json`; and `eos_token`).
     pub eos_ids: Vec<u32>,
-    /// Id that the tokenizer's own rules put in front of a prompt, if the checkpoint names one.
+    /// Id that the tokenizer's own rules put before a prompt, if the checkpoint names one.
     pub bos_id: Option<u32>,
 }
 
 impl ModelConfig {
-    /// Its KV in pages of so many tokens.
+    /// The KV layout in pages of `page_tokens` tokens.
     pub fn kv_shape(&self, page_tokens: u32, dtype: DType) -> KvShape {
         let latent =
             self.latent.as_ref().map(|latent| LatentKv { rank: latent.lengths.kv_rank, scale: latent.scale });
@@ -93,7 +93,7 @@ impl ModelConfig {
         to_u32(2 * self.rope.inv_freq.len())
     }
 
-    /// The part of each head that is rotated, unless it is all of it, in halves.
+    /// The part of each head that is rotated, unless whole heads are, in halves.
     pub fn rotary(&self) -> Option<RotaryPart> {
         let length = self.rotated();
         let is_part = length < self.head_dim || self.interleaved;
@@ -101,13 +101,13 @@ impl ModelConfig {
         (self.latent.is_none() && is_part).then_some(part)
     }
 
-    /// The same with layers with a window in pages of their own, so that they keep no more than it.
+    /// The KV layout with windowed layers in pages of their own, so that they keep no more than the window.
     #[must_use]
     pub fn in_window_pages(self) -> Self {
         ModelConfig { pages: LayerPages::of(&self.windows, self.context_max), ..self }
     }
 
-    /// The same with all layers in the same pages.
+    /// The KV layout with all layers in the same pages.
     #[must_use]
     pub fn in_whole_pages(&self) -> Self {
         ModelConfig { pages: LayerPages::whole(self.layers), ..self.clone() }
@@ -118,7 +118,7 @@ impl ModelConfig {
         u64::from(self.layers) * self.kv_shape(1, kv).wire_token_bytes(kv)
     }
 
-    /// Its shares among `members` devices, as equal as possible.
+    /// Shares among `members` devices, as equal as possible.
     ///
     /// # Errors
     /// When a member would have nothing.
@@ -134,7 +134,7 @@ impl ModelConfig {
         Partition::in_stages(&self.cost_shape(self.dtype, self.dtype, 1), stages)
     }
 
-    /// The same, by what the members of each stage divide of experts.
+    /// Shares of stages, by how the members of each stage divide experts.
     ///
     /// # Errors
     /// When a member would have nothing.
@@ -150,8 +150,8 @@ impl ModelConfig {
         Partition::attention(&self.cost_shape(self.dtype, self.dtype, 1), to_u32(workers), split)
     }
 
-    /// What a member's layers are like. Rows of the vocabulary are not divided here: every member embeds all
-    /// tokens.
+    /// The partition of a member's layers. Rows of the vocabulary are not divided here: every member embeds
+    /// all tokens.
     pub fn of_member(&self, share: &MemberShare) -> ModelConfig {
         let layers = to_u32(share.layers.len());
         ModelConfig {
@@ -168,7 +168,7 @@ impl ModelConfig {
         }
     }
 
-    /// The sinks of a layer's heads; nothing without sinks.
+    /// The sinks of a layer's heads; empty without sinks.
     pub(super) fn sinks_in(&self, layer: usize) -> &[f32] {
         let all: &[f32] = self.sinks.as_deref().unwrap_or_default();
         all.chunks(self.heads as usize).nth(layer).unwrap_or_default()
@@ -181,12 +181,12 @@ impl ModelConfig {
         layers.take(share.layers.len()).flat_map(of_layer).collect()
     }
 
-    /// The experts of a layer; none where it has an MLP.
+    /// The experts of a layer; none for an MLP.
     pub fn experts_of(&self, layer: usize) -> Option<&Mixture> {
         self.experts.as_ref().filter(|experts| experts.layers.get(layer) == Some(&true))
     }
 
-    /// Numbers that its operations carry.
+    /// Constants of the operations.
     pub fn constants(&self) -> LayerConstants {
         let counted = LayerConstants::default();
         LayerConstants {
@@ -199,8 +199,7 @@ impl ModelConfig {
         }
     }
 
-    /// The model's shape, by which its operations are listed and counted, with these dtypes and this page
-    /// size.
+    /// The model's shape, from which operations are listed and counted, with these dtypes and this page size.
     pub fn cost_shape(&self, activation: DType, kv: DType, page_tokens: u32) -> ModelShape {
         ModelShape {
             hidden: self.hidden,
@@ -234,7 +233,7 @@ impl ModelConfig {
 pub struct Rope {
     /// Inverse frequencies, one for each pair, after the family's scaling.
     pub inv_freq: Vec<f32>,
-    /// Multiplies cosines and sines (yarn's attention factor); 1 otherwise.
+    /// Multiplier of cosines and sines (YaRN's attention factor); otherwise 1.
     pub scale: f32,
 }
 

@@ -1,17 +1,17 @@
 //! Finds out which special tokens of a rendered chat the template itself wrote.
 //!
-//! A template may join, cut, strip and replace what a client wrote, so that pieces of it become the name of a
-//! special token. Only names that the template wrote count. Two further renders prove who wrote a name:
+//! A template may join, cut, strip and replace the client's text, so that pieces become the name of a special
+//! token. Only names that the template wrote count. Two further renders prove who wrote a name:
 //!
 //! - In the first, the names of special tokens in the template's source are replaced by stand-ins. Where the
-//!   text then differs from the first one in stand-ins alone, they are names that the template wrote whole.
+//! text then differs from the original in stand-ins alone, the template wrote those names whole.
 //! - Names that remain may be composed by the template (`'<|' + message.role + '|>'`). In another render all
-//!   characters of the client's text that special tokens consist of are replaced by stand-ins; where the text
-//!   differs from the first one in stand-ins alone, names without stand-ins are the template's.
+//! characters of the client's text that special tokens consist of are replaced by stand-ins; where the text
+//! differs from the original in stand-ins alone, names without stand-ins are the template's.
 //!
-//! If a template decides by what the client wrote, texts may differ otherwise, and prove nothing. The second
-//! kind of render is then repeated with those words of the client in place that the template's source has
-//! too, such as `</think>`. A name that remains unproven stays text.
+//! If a template branches on the client's text, renders may differ otherwise, and prove nothing. The second
+//! render is then repeated with those words of the client left in place that also occur in the template's
+//! source, such as `</think>`. A name that remains unproven stays text.
 
 use super::chat::{ChatTemplate, ChatValues, Conversation};
 use super::error::{Error, Result};
@@ -38,19 +38,19 @@ const STAND_INS: u32 = 0x1FFE;
 pub struct RenderedChat {
     /// The text.
     pub text: String,
-    /// Positions in the text, in order, at which it needs to be interrupted, so that no special token is made
-    /// of what the client wrote.
+    /// Positions in the text, in order, at which it needs to be interrupted, so that the client's text
+    /// becomes no special token.
     pub places: Vec<usize>,
 }
 
-/// Renders chats by a template and tells apart what it wrote and what the client wrote.
+/// Renders chats by a template and distinguishes its text from the client's.
 #[derive(Debug)]
 pub struct ControlText {
     specials: Arc<Specials>,
     letters: Letters,
-    /// The template with stand-ins for whole names; none if that is no template.
+    /// The template with stand-ins for whole names; none if that is not a valid template.
     whole: Option<ChatTemplate>,
-    /// Words of the template's source that it may look for in what the client wrote.
+    /// Words of the template's source that it may search for in the client's text.
     words: AhoCorasick,
 }
 
@@ -73,11 +73,11 @@ impl ControlText {
         Ok(ControlText { specials, letters, whole, words })
     }
 
-    /// Renders a conversation. Special tokens of the client's text must not be whole: they were interrupted
-    /// before. Ends early, with any error, once `stopped`.
+    /// Renders a conversation. Special tokens of the client's text must have been interrupted before. Ends
+    /// early, with any error, once `stopped`.
     ///
     /// # Errors
-    /// When the template fails, and when nothing can be told of who wrote its special tokens.
+    /// When the template fails, and when the author of its special tokens cannot be determined.
     pub fn render(
         &self,
         template: &ChatTemplate,
@@ -105,7 +105,7 @@ impl ControlText {
         let (composed, unproven): (Vec<_>, Vec<_>) = open.into_iter().partition(is_composed);
         let is_exact = said.is_some_and(|said| said.kept.is_empty());
         if whole.is_none() && !is_exact && !unproven.is_empty() {
-            let message = "its template uses this text so that special tokens cannot be told from it";
+            let message = "its template uses this text so that special tokens cannot be distinguished";
             return Err(Error::Template(message.into()));
         }
         proven.extend(composed);
@@ -113,7 +113,7 @@ impl ControlText {
         Ok(RenderedChat { text, places })
     }
 
-    /// Which bytes of `text` the client wrote; none if it cannot be told.
+    /// Which bytes of `text` the client wrote; none if that cannot be determined.
     fn client_text(
         &self,
         template: &ChatTemplate,
@@ -140,13 +140,13 @@ impl ControlText {
 /// Which bytes of a text the client wrote.
 struct ClientBytes {
     written: Vec<bool>,
-    /// Words of the client that stand in the text as they are, since the template has them too.
+    /// Words of the client that remain in the text, since the template has them too.
     kept: BTreeSet<String>,
 }
 
 impl ClientBytes {
-    /// Whether nothing of a name stems from the client. Words that were kept must not have two characters in
-    /// a row in common with it.
+    /// Whether the client contributed nothing to a name. Words that were kept must not share two consecutive
+    /// characters with the name.
     fn is_template(&self, text: &str, name: &Range<usize>) -> bool {
         let spelled = text[name.clone()].to_ascii_lowercase();
         let pairs: Vec<&[u8]> = spelled.as_bytes().windows(2).collect();
@@ -168,7 +168,7 @@ fn places(text: &str, proven: &[Range<usize>], unproven: &[Range<usize>]) -> Vec
     places.into_iter().collect()
 }
 
-/// The characters that special tokens consist of, each in both cases, with a stand-in for each.
+/// The characters of special tokens, each in both cases, with a stand-in for each.
 #[derive(Debug)]
 struct Letters {
     characters: Vec<char>,
@@ -193,7 +193,7 @@ impl Letters {
         text.chars().map(|letter| self.stand_in(letter, base)).collect()
     }
 
-    /// Replaces what `words` finds in `text`.
+    /// Replaces the matches of `words` in `text`.
     fn replace_found(&self, words: &AhoCorasick, text: &str, base: u32) -> String {
         let (mut replaced, mut done) = (String::with_capacity(text.len()), 0);
         for found in words.find_iter(text) {
@@ -222,7 +222,7 @@ impl Letters {
         others.next().is_none().then_some(written)
     }
 
-    /// Refuses a chat that uses stand-ins itself, and special tokens that have more characters than
+    /// Refuses a chat that contains stand-ins, and special tokens that have more distinct characters than
     /// stand-ins.
     fn check_unused(&self, chat: &Conversation<'_>) -> Result<()> {
         if self.characters.len() > STAND_INS as usize {
@@ -263,9 +263,9 @@ fn same_but_case(a: char, b: char) -> bool {
 /// Replaces the client's text in the values of a chat.
 struct Shift<'a> {
     letters: &'a Letters,
-    /// Words that are left as they are.
+    /// Words that are left unchanged.
     keep: Option<&'a AhoCorasick>,
-    /// Those of them that were found.
+    /// Those words that were found.
     kept: RefCell<BTreeSet<String>>,
 }
 
@@ -280,7 +280,7 @@ impl Shift<'_> {
         ChatValues { messages, arguments: Value::from_pairs(arguments) }
     }
 
-    /// Roles are a few fixed words, by which templates decide.
+    /// Roles are a few fixed words, which templates compare.
     fn message(&self, message: &Value) -> Value {
         let shifted = self.map(message, &|key, item| match key.as_str() {
             Some("role") => item.clone(),
@@ -324,7 +324,7 @@ impl Shift<'_> {
     }
 }
 
-/// A map that shows stand-ins for its keys, and in which values are found by either.
+/// A map with stand-ins for keys, in which values are found by either key.
 #[derive(Debug)]
 struct ShiftedMap {
     keys: Vec<Value>,

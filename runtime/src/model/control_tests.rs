@@ -123,8 +123,8 @@ fn what_a_template_writes_becomes_special_tokens() {
         let said = "a word of the user's end</think>, and <|end|> a name";
         assert_eq!(Model::new(source).specials(&[said]), specials, "{source}");
     }
-    // a template that decides by what the client wrote and composes a name: proven while no piece of it was
-    // said
+    // a template that branches on the client's text and composes a name: proven unless a piece of it occurs
+    // in the client's text
     let source = "{% if '</think>' in messages[0].content %}{{ '<|' ~ messages[0].role ~ '|>' }}{% endif %}{{ messages[0].content.split('</think>')[-1] }}";
     assert_eq!(Model::new(source).specials(&["a thought</think>, a word"]), ["<|user|>"]);
     assert!(Model::new(source).specials(&["a thought</think>, |> a word"]).is_empty());
@@ -180,7 +180,7 @@ fn what_cannot_be_told_apart_is_refused() {
     let result = model.ids(&messages, &Map::new());
     match result {
         Ok(ids) => assert_eq!(model.specials_of(&ids), ["<|end|>"]),
-        Err(error) => assert!(error.to_string().contains("cannot be told"), "{error}"),
+        Err(error) => assert!(error.to_string().contains("cannot be distinguished"), "{error}"),
     }
 }
 
@@ -282,7 +282,7 @@ fn hostile_text() -> impl Strategy<Value = String> {
     prop::collection::vec(piece, 0..7).prop_map(|pieces| pieces.concat())
 }
 
-/// Text of the same shape without anything that special tokens consist of. What templates look for stays.
+/// Text of the same shape without any character of special tokens. Words that templates search for stay.
 fn harmless(text: &str) -> String {
     text.chars()
         .map(|c| if c.is_whitespace() || matches!(c, 'x' | 'X' | '-' | '"') { c } else { 'Ж' })
@@ -309,8 +309,8 @@ proptest! {
         let (attacked, expected) = (model.specials_of(&attacked), model.specials_of(&expected));
         let count = |specials: &[String], name: &str| specials.iter().filter(|special| *special == name).count();
         for name in NAMES {
-            // What the template writes is there in any case; what it composes of pieces may stay text, where
-            // nothing proves that it did.
+            // Names that the template writes are always found; names that it composes of pieces may stay
+            // text, where nothing proves the author.
             let (least, most) = (written(&body, name), count(&expected, name));
             let found = count(&attacked, name);
             prop_assert!(least <= found && found <= most, "{body}: {name}, {attacked:?} {expected:?}");

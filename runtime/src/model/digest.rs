@@ -26,7 +26,7 @@ pub struct Digesting<'a> {
 struct Piece<'a> {
     bytes: &'a [u8],
     digest: OnceLock<u128>,
-    /// The shard and the bytes of it, if a copy of them in another order is what is used.
+    /// The shard and the range, if a reordered copy is used.
     copied: Option<(usize, Range<usize>)>,
 }
 
@@ -39,18 +39,18 @@ impl Checkpoint {
         self.shards.iter().try_for_each(|shard| shard.check()).map_err(Into::into)
     }
 
-    /// Which files the weights are in, and when each last changed; none where some are not in files.
+    /// The files of the weights, and when each last changed; none where some are not in files.
     pub fn stamps(&self) -> Option<Vec<FileStamp>> {
         self.shards.iter().map(|shard| shard.stamp()).collect()
     }
 
-    /// Accepts files with these stamps as unchanged, since all bytes were found to be the original ones.
+    /// Accepts files with these stamps as unchanged, since all bytes were verified.
     pub fn accept(&self, stamps: &[FileStamp]) {
         self.shards.iter().zip(stamps).for_each(|(shard, stamp)| shard.accept(stamp));
     }
 
-    /// A digest of the configuration and of all tensors' names, dtypes and shapes: these determine how long
-    /// the model takes, but not its output.
+    /// Digest of the configuration and of all tensors' names, dtypes and shapes: these determine the model's
+    /// speed, but not its output.
     pub fn shape_digest(&self) -> String {
         format!("{:032x}", self.shape().finish_128())
     }
@@ -111,7 +111,7 @@ impl Digesting<'_> {
         }
     }
 
-    /// Returns the digest, once all threads are done; pieces that are left are hashed here.
+    /// Returns the digest, once all threads are done; remaining pieces are hashed here.
     ///
     /// # Errors
     /// When a file was written to or truncated meanwhile, so that the digest would be meaningless.
@@ -121,8 +121,8 @@ impl Digesting<'_> {
         Ok(digest)
     }
 
-    /// Whether configuration and weights have this digest now, whatever happened to the files since they were
-    /// mapped.
+    /// Whether configuration and weights have this digest now, regardless of changes to the files since they
+    /// were mapped.
     pub fn is(self, digest: &str) -> bool {
         self.value() == digest
     }

@@ -2,8 +2,8 @@
 //! divide these layers.
 //!
 //! A step is cut into micro-batches, which follow each other through the stages: in each turn every stage
-//! runs another one, and hands the residual stream on afterwards. The members of a stage each run their share
-//! of the commands, and exchange partial sums of the residual stream twice per layer, and logits once.
+//! runs another one, and passes the residual stream on afterwards. The members of a stage each run their
+//! share of the commands, and exchange partial sums of the residual stream twice per layer, and logits once.
 
 use super::graph::{Forward, Pass, StepInput};
 use super::leaving::{LayerKv, wait_beside};
@@ -19,8 +19,7 @@ use std::cmp::Ordering;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Bytes of a residual stream up to which the threads of devices sum it: of more, each would copy all for
-/// itself.
+/// Size in bytes up to which the threads of devices sum a residual stream: beyond, each would copy all of it.
 const MEETING_BYTES_MAX: u64 = 256 << 10;
 
 /// A member of an instance, ready to run its share of steps.
@@ -40,16 +39,16 @@ impl MemberRun<'_> {
     }
 }
 
-/// A part of a step that passes the stages as one.
+/// A part of a step that passes the stages as a unit.
 pub struct MicroBatch<'a> {
-    /// Its sequences; those with one token come first.
+    /// The sequences; those with one token come first.
     pub parts: Vec<StepInput<'a>>,
-    /// The numbers of these sequences among those of the step.
+    /// The indices of these sequences within the step.
     pub numbers: Vec<usize>,
 }
 
 impl<'a> MicroBatch<'a> {
-    /// Cuts a step whose `parts` with one token come first; blocks of KV have so many tokens and pages.
+    /// Cuts a step whose `parts` with one token come first; KV blocks have `block_tokens` tokens.
     pub fn cut(parts: &[StepInput<'a>], how: Pieces, (block_tokens, block_pages): (u32, u32)) -> Vec<Self> {
         let lengths: Vec<u32> = parts.iter().map(|part| to_u32(part.tokens.len())).collect();
         let batches = how.of(&lengths).into_iter().map(|pieces| {
@@ -69,7 +68,7 @@ impl<'a> MicroBatch<'a> {
         batches.collect()
     }
 
-    /// Returns the numbers, among the sequences of the step, of those whose next token is drawn.
+    /// Returns the indices, within the step, of sequences whose next token is drawn.
     pub fn drawing(&self) -> impl Iterator<Item = usize> {
         let all = self.parts.iter().zip(&self.numbers);
         all.filter(|(part, _)| part.draw.is_some()).map(|(_, &number)| number)
@@ -79,16 +78,16 @@ impl<'a> MicroBatch<'a> {
 /// A stage that runs a micro-batch.
 struct Busy<'s, 'a> {
     members: &'s mut [MemberRun<'a>],
-    /// The number of its first member, and that of the micro-batch.
+    /// The number of the stage's first member, and of the micro-batch.
     first: usize,
     batch: usize,
     passes: &'s [Pass],
-    /// Those of all members; of an only one those of all layers, and of what follows.
+    /// The tickets of all members; for a single device those of all layers and of the remaining phases.
     tickets: Vec<Option<Ticket>>,
     sums: Sums<'s>,
 }
 
-/// Who takes the sums of the residual stream in the layers of a stage.
+/// The executor of the residual stream's sums in the layers of a stage.
 enum Sums<'s> {
     /// The thread that submits, between two phases.
     Submitter,
@@ -103,11 +102,11 @@ struct AmongPeers<'s> {
     sums: &'s mut PeerSums,
     /// Whether KV leaves, for which the host waits in each layer.
     leaves: bool,
-    /// What each member must run next: the end of the last sum.
+    /// Commands with which each member must begin next: the end of the last sum.
     next: Vec<Vec<Cmd>>,
 }
 
-/// A meeting that nobody waits at once the step is over, however it ends.
+/// A meeting that no thread waits at once the step is over, however it ends.
 struct StepMeeting(Arc<SumMeeting>);
 
 impl Drop for StepMeeting {
@@ -116,12 +115,12 @@ impl Drop for StepMeeting {
     }
 }
 
-/// Runs the micro-batches of a step through stages, given in their order as are their members, and waits
-/// until all is done; no part of it may take longer than `timeout`. KV leaves meanwhile. `drawn` is called
-/// once the first member of the last stage has the logits of a micro-batch and has drawn from them.
+/// Runs the micro-batches of a step through stages, given in order like their members, and waits until all
+/// are done; no part may take longer than `timeout`. KV leaves meanwhile. `drawn` is called once the first
+/// member of the last stage has the logits of a micro-batch and has drawn from them.
 ///
 /// # Errors
-/// Those of the devices and of the exchange, of `kv` and of `drawn`.
+/// Errors of the devices and of the exchange, of `kv` and of `drawn`.
 pub fn run_stages(
     stages: &mut [Vec<MemberRun<'_>>],
     mut carriers: Carriers<'_>,
@@ -136,7 +135,7 @@ pub fn run_stages(
     let mut passes: Vec<Vec<Pass>> = stages.iter().map(|_| Vec::new()).collect();
     let mut handed = Vec::new();
     for turn in 0..batches.len() + stages.len() - 1 {
-        // the last stage first, since each takes the residual stream that the one before still has
+        // the last stage first, since each takes the residual stream that the previous stage still holds
         for at in (0..stages.len()).rev() {
             passes[at] = match turn.checked_sub(at).and_then(|number| batches.get(number)) {
                 None => Vec::new(),
@@ -165,7 +164,7 @@ pub fn run_stages(
 }
 
 /// Copies the residual stream of a stage to all members of the next one; returns a ticket of the stage's
-/// first member to be waited for if the devices do it.
+/// first member to wait for if the devices copy.
 fn hand_on(
     carriers: &mut Carriers<'_>,
     stage: usize,
@@ -185,8 +184,8 @@ fn hand_on(
     Ok(None)
 }
 
-/// Runs on every stage the micro-batch whose passes on it these are, if there is one: in each turn a stage
-/// runs the one that the stage before has run.
+/// Runs on every stage its current micro-batch, if there is one: in each turn a stage runs the micro-batch
+/// that the previous stage has run.
 fn run_turn(
     stages: &mut [Vec<MemberRun<'_>>],
     Carriers { host, peers }: &mut Carriers<'_>,
@@ -235,8 +234,8 @@ impl<'s> Busy<'s, '_> {
         self.members[0].forward.config().layers as usize
     }
 
-    /// The same, with sums by its devices if they can take them; else with a meeting of its members if these
-    /// can go to one and nothing leaves meanwhile.
+    /// Selects sums by the devices if possible; else a meeting of the members if they support it and no KV
+    /// leaves meanwhile.
     fn summed_by(mut self, peers: Option<&'s mut PeerSums>, kv: &dyn LayerKv) -> Result<Self> {
         if let Some(sums) = peers {
             let next = vec![Vec::new(); self.members.len()];
@@ -261,10 +260,12 @@ impl<'s> Busy<'s, '_> {
         self.members[0].forward.has_head() && self.passes[0].rows() > 0
     }
 
-    /// What it runs between exchanges by the thread that submits: all at once if it is one device, or if its
-    /// devices exchange everything; all layers with the logits, and the draw, if their threads exchange the
-    /// rest; else attention and MLP of each layer, logits, and the draw. Devices that exchange everything
-    /// have these phases too where KV leaves, but for the draw.
+    /// Number of phases between exchanges by the submitting thread.
+    ///
+    /// - One if the stage is one device, or if its devices exchange everything.
+    /// - Layers with logits, and the draw, if the devices' threads exchange the rest.
+    /// - Else attention and MLP of each layer, logits, and the draw. Devices that exchange everything have
+    /// these phases too where KV leaves, except for the draw.
     fn phases(&self) -> usize {
         let halves = 2 * self.layers();
         match (&self.sums, self.has_logits()) {
@@ -287,7 +288,8 @@ impl<'s> Busy<'s, '_> {
         Ok(list)
     }
 
-    /// Submits a phase of devices that exchange everything among themselves, or all of it if no KV leaves.
+    /// Submits a phase of devices that exchange everything among themselves, or the whole step if no KV
+    /// leaves.
     fn submit_among_peers(&mut self, phase: usize, kv: &mut dyn LayerKv) -> Result<()> {
         let (halves, is_last) = (2 * self.layers(), phase + 1 == self.phases());
         let has_logits = self.has_logits();
@@ -330,7 +332,7 @@ impl<'s> Busy<'s, '_> {
     fn submit_meeting(&mut self, meeting: &Arc<SumMeeting>) -> Result<()> {
         let seat = |member| MeetingSeat { meeting: meeting.clone(), member };
         for layer in 0..self.layers() {
-            // every member has work before one has more
+            // every member gets work before any gets more
             for half in 0..2 {
                 for (at, (member, pass)) in self.members.iter_mut().zip(self.passes).enumerate() {
                     let MemberRun { forward, queue, .. } = member;
@@ -384,7 +386,7 @@ impl<'s> Busy<'s, '_> {
             _ if phase == 2 * layers => forward.logits_block(pass),
             _ => Ok(Vec::from_iter(forward.draw_block(pass)?)),
         };
-        // what is exchanged after it, or drawn
+        // the logits' exchange or the draw follows
         let results = |forward: &Forward, pass: &Pass| match phase.cmp(&(2 * layers)) {
             Ordering::Less => vec![forward.step_residual(pass)],
             Ordering::Equal => vec![forward.own_logits(pass)],
@@ -413,7 +415,7 @@ impl<'s> Busy<'s, '_> {
             let Some(ticket) = ticket else { continue };
             match member.wait(ticket, timeout, kv) {
                 Ok(()) => {}
-                // another member, which says why, has ended the meeting
+                // another member, which reports the reason, has ended the meeting
                 Err(error) if error.kind == ErrorKind::Closed && meets => ended = Err(error),
                 other => return other,
             }
@@ -421,7 +423,7 @@ impl<'s> Busy<'s, '_> {
         ended
     }
 
-    /// Waits until its only member has done a layer.
+    /// Waits until the stage's only member has done a layer.
     fn wait_for(&mut self, layer: usize, timeout: Duration, kv: &mut dyn LayerKv) -> Result<()> {
         let ticket = self.tickets.get(layer).copied().flatten();
         ticket.map_or(Ok(()), |ticket| self.members[0].wait(ticket, timeout, kv))

@@ -7,10 +7,10 @@ use mixfleet_hal::{BufferUsage, DType, Device, OpSig, Result, Slice, Support};
 use mixfleet_scheduler::layers::{DrawSizes, StepTable};
 use std::sync::OnceLock;
 
-/// Entries of the history that a step has room for, if it has any.
+/// Entries of the history for which a step has room, if it has any.
 const HISTORY_MIN: u32 = 256;
 
-/// How one token is drawn.
+/// Parameters of drawing one token.
 #[derive(Clone, Copy, Debug)]
 pub struct DrawInput<'a> {
     /// The row's parameters.
@@ -49,7 +49,7 @@ pub(super) struct DrawArena {
 }
 
 impl DrawArena {
-    /// Allocates what every step needs; none if the device cannot draw.
+    /// Allocates the memory that every step needs; none if the device cannot draw.
     pub(super) fn new(device: &dyn Device, vocab: u32, sequences: u32) -> Result<Option<Self>> {
         let sig = OpSig::Sample { rows: 1, cols: vocab, history: HISTORY_MIN, tops: 1 };
         if device.support(&sig) == Support::No {
@@ -60,7 +60,7 @@ impl DrawArena {
         Ok(Some(DrawArena { drawn, histories: Growing::new(8), tops }))
     }
 
-    /// Uploads histories, and packs the rest of what the rows are drawn with.
+    /// Uploads histories, and packs the other parameters of the rows.
     pub(super) fn upload<'a>(
         &self,
         device: &dyn Device,
@@ -128,7 +128,7 @@ impl DrawOutputs {
         std::iter::once(drawn).chain(top).collect()
     }
 
-    /// Their sizes.
+    /// The sizes of the draws.
     pub(super) fn sizes(&self) -> DrawSizes {
         self.sizes
     }

@@ -21,7 +21,7 @@ pub enum Error {
     File {
         /// The file.
         file: PathBuf,
-        /// What is wrong, and what was expected.
+        /// The fault, and what was expected.
         problem: String,
     },
     /// A field of a JSON file has an invalid or unsupported value.
@@ -31,7 +31,7 @@ pub enum Error {
         file: PathBuf,
         /// The field, with dots for nesting.
         field: String,
-        /// What is wrong, and what is supported.
+        /// The fault, and what is supported.
         problem: String,
     },
     /// A tensor is missing, misshapen or truncated.
@@ -41,7 +41,7 @@ pub enum Error {
         file: PathBuf,
         /// The tensor's name.
         tensor: String,
-        /// What is wrong, and what was expected.
+        /// The fault, and what was expected.
         problem: String,
     },
     /// Text could not be turned into tokens, or back.

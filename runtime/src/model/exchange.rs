@@ -3,7 +3,7 @@
 use mixfleet_hal::cast::{to_f32, to_usize};
 use mixfleet_hal::{AttendedPart, Collective, DType, Error, MatrixPart, MemberSlice, Result};
 
-/// Bytes that are summed at a time where devices use the host's memory, so that they stay in a cache.
+/// Bytes that are summed at a time where devices use host memory, so that they stay in a cache.
 const PIECE_BYTES: u64 = 64 << 10;
 
 /// Exchanges through this process's memory.
@@ -29,7 +29,7 @@ impl Shape {
     fn of(at: &MemberSlice<'_>, rows: u32) -> Result<Self> {
         let bytes = at.slice.bytes;
         if rows == 0 || !bytes.is_multiple_of(u64::from(rows)) {
-            return Err(Error::invalid(format!("{bytes} bytes are no matrix of {rows} rows")));
+            return Err(Error::invalid(format!("{bytes} bytes are not a matrix of {rows} rows")));
         }
         Ok(Shape { rows: rows as usize, row_bytes: to_usize(bytes / u64::from(rows)) })
     }
@@ -69,7 +69,7 @@ impl Collective for ThroughHost {
         if others.iter().any(|other| other.slice.bytes != first.slice.bytes) {
             return Err(Error::invalid("members with unlike numbers of elements cannot be summed"));
         }
-        // memory of a device's own takes long to begin a copy
+        // device memory has a high latency per copy
         let shares_memory = members.iter().all(|member| member.device.limits().imports_host_memory);
         let piece_bytes = if shares_memory { PIECE_BYTES } else { first.slice.bytes };
         let mut from = 0;
@@ -187,7 +187,7 @@ struct Merge {
     heads: usize,
     /// Per row and head: the largest score, and the sum of exponentials relative to it.
     all: Vec<(f32, f32)>,
-    /// Rows that no member has, or that several have though one of them has no maximum of it.
+    /// Rows that no member has, or that several have although one lacks its maximum.
     missing: Vec<bool>,
     doubled: bool,
 }
@@ -199,7 +199,7 @@ impl Merge {
         Merge { heads, all, missing: vec![true; rows], doubled: false }
     }
 
-    /// Adds what a member has of these rows, of which the first have maxima and sums.
+    /// Adds a member's part of these rows; the first rows have maxima and sums.
     fn add(&mut self, rows: &[u32], stat: &[f32]) -> Result<()> {
         let partial = stat.len() / (2 * self.heads);
         if partial > rows.len() || rows.iter().any(|&row| row as usize >= self.missing.len()) {
@@ -308,7 +308,7 @@ mod tests {
         }
     }
 
-    /// A member's rows with maxima and sums of the first ones, in a dtype.
+    /// A member's rows, the first ones with maxima and sums, in a dtype.
     fn attended<'a>(
         device: &'a Arc<dyn Device>,
         (rows, values): (&'a [u32], &[f32]),

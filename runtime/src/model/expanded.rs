@@ -1,16 +1,16 @@
-//! Prompts over latents as they are defined: what their tokens see is gathered from KV pages, keys and values
-//! of every head are made of it, and queries attend to these as in any other attention.
+//! Prompts over expanded latents: latents that the tokens see are gathered from KV pages and expanded to keys
+//! and values of every head, which queries attend to as in ordinary attention.
 //!
-//! It is done where it is less arithmetic and there is memory for the keys
-//! ([`LatentAttention::expands`]), for all prompts of a step or for none, and takes no operation of its own:
+//! Expansion is used where it takes less arithmetic and there is memory for the keys
+//! ([`LatentAttention::expands`]), for all prompts of a step or for none, and needs no operation of its own:
 //!
-//! - Keys are one product of what is stored, by a matrix `[heads, nope + rope, kv_rank + rope]` that hands
-//!   the rotated part to each head.
-//! - Operations multiply scores by `1/sqrt(nope + rope)`. What else a family multiplies them by goes into
-//!   what keys are made of: a rotation by no angle, whose cosines are this factor.
-//! - Values are padded to the length of keys: nothing reads the columns behind them, whatever these hold. It
-//!   costs attention `4 (nope + rope)` operations a pair in place of `2 (nope + rope) + 2 v`: 768 in place of
-//!   640 in DeepSeek-V3, beside 2176 over latents.
+//! - Keys are one product of the stored vectors, by a matrix `[heads, nope + rope, kv_rank + rope]` that
+//! copies the rotated part to each head.
+//! - Operations multiply scores by `1/sqrt(nope + rope)`. Other multipliers of a family are applied to the
+//! input of the keys: a rotation by a zero angle, whose cosines are the multiplier.
+//! - Values are padded to the length of keys: no operation reads the padding. It costs attention `4 (nope +
+//! rope)` operations a pair in place of `2 (nope + rope) + 2 v`: 768 in place of 640 in DeepSeek-V3, beside
+//! 2176 over latents.
 
 use super::arena::Packer;
 use super::bind::NeededOps;
@@ -23,7 +23,7 @@ use mixfleet_scheduler::cost::{LatentAttention, Prefill};
 use mixfleet_scheduler::layers::{Activation, AttentionSizes, BufferRoom, KvSizes, LayerOps};
 use std::sync::Arc;
 
-/// The model on a device, whose prompts attend to latents where it lacks what expanding them needs.
+/// The model on a device; prompts attend to latents where the memory for expansion is missing.
 pub(super) fn on_device(
     device: &dyn Device,
     config: Arc<ModelConfig>,
@@ -61,8 +61,8 @@ pub(super) fn on_device(
 }
 
 impl LatentHeads {
-    /// Cosines, and sines of 0, for each token of a piece: they multiply what keys are made of by what scores
-    /// are multiplied by beyond `1/sqrt(nope + rope)`.
+    /// Cosines, and sines of 0, for each token of a piece: they multiply the keys' input by the score
+    /// multiplier beyond `1/sqrt(nope + rope)`.
     pub(super) fn factors(&self) -> Vec<f32> {
         let (query, stored) = (self.lengths.query(), self.lengths.stored());
         let factor = f64::from(self.scale.0) * f64::from(query).sqrt();
@@ -78,16 +78,16 @@ impl LatentHeads {
     }
 }
 
-/// Where what prompts see is, and where their keys and values are put.
+/// Slots of the latents that prompts see, and slots of the expanded keys and values.
 pub(super) struct ExpandedTables {
     /// Slots of the latents.
     from: Vec<u32>,
-    /// Slots of the keys made of them; each sequence has pages of its own.
+    /// Slots of the expanded keys; each sequence has pages of its own.
     to: Vec<u32>,
     pages: Vec<u32>,
 }
 
-/// The same on a device, the slots by pieces.
+/// The tables on a device, the slots by pieces.
 pub(super) struct ExpandedInputs {
     pieces: Vec<[Slice; 2]>,
     pub(super) pages: Slice,
@@ -106,7 +106,7 @@ fn keys_seen(part: &StepInput<'_>) -> u32 {
 }
 
 impl ExpandedTables {
-    /// Row length of the block table of so many keys.
+    /// Row length of the block table of these prompts.
     pub(super) fn pages_max(prefill: &[StepInput<'_>], block_tokens: u32) -> u32 {
         prefill.iter().map(|part| keys_seen(part).div_ceil(block_tokens)).max().unwrap_or(0)
     }
@@ -125,7 +125,7 @@ impl ExpandedTables {
         ExpandedTables { from, to, pages }
     }
 
-    /// The most bytes that [`ExpandedTables::put`] takes, of steps of so many sequences.
+    /// Maximum bytes for [`ExpandedTables::put`], of steps of up to `sequences` sequences.
     pub(super) fn bytes(
         lengths: &LatentAttention,
         (sequences, block_tokens): (u32, u32),
@@ -140,7 +140,7 @@ impl ExpandedTables {
         (2 * tokens + pages) * 4 + (2 * pieces + 1) * alignment
     }
 
-    /// Packs it for the device.
+    /// Packs the tables for the device.
     pub(super) fn put(&self, piece_tokens: u32, packer: &mut Packer<'_>) -> ExpandedInputs {
         let length = piece_tokens.max(1) as usize;
         let pieces = self

@@ -1,4 +1,4 @@
-//! Mixtures of experts: their shape, how checkpoints describe it, and what their tensors are called.
+//! Mixtures of experts: shape, configuration in checkpoints, and tensor names.
 
 use super::error::Result;
 use super::fields::Fields;
@@ -15,27 +15,27 @@ const INNER_MAX: u32 = 1 << 20;
 /// The experts that take the place of the MLP in some layers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Mixture {
-    /// How tokens choose among them.
+    /// Routing of tokens to experts.
     pub routing: ExpertRouting,
-    /// Those whose matrices are there: all, except on one of several devices that divide whole ones.
+    /// Experts with local matrices: all, except on one of several devices that divide whole experts.
     pub held: Range<u32>,
     /// Length of an expert's inner layer.
     pub intermediate: u32,
     /// Length of the shared expert's inner layer, which every token goes through; 0 without one.
     pub shared: u32,
-    /// Whether a bias corrects the choice (DeepSeek-V3).
+    /// Whether a bias corrects the routing (DeepSeek-V3).
     pub correction: bool,
-    /// Whether a gate of its own scales what the shared expert makes of a token (Qwen2-MoE).
+    /// Whether a gate scales the output of the shared expert (Qwen2-MoE).
     pub shared_gate: bool,
     /// Whether each layer has experts; the others have an MLP.
     pub layers: Vec<bool>,
-    /// Alpha and limit of a clamped function over gate and up in one matrix, with biases (gpt-oss).
+    /// Alpha and limit of a clamped activation over gate and up in one matrix, with biases (gpt-oss).
     pub clamped: Option<[Scalar; 2]>,
-    /// What tensors are called.
+    /// Naming of the tensors.
     pub names: ExpertNames,
 }
 
-/// What the tensors of experts are called.
+/// Naming of the experts' tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExpertNames {
     /// `mlp.experts.0.gate_proj` and so on, and a router `mlp.gate`.
@@ -59,7 +59,7 @@ impl ExpertNames {
         }
     }
 
-    /// Where the experts of a layer are.
+    /// Prefix of the experts of a layer.
     pub(super) const fn experts(self) -> &'static str {
         match self {
             ExpertNames::Projections | ExpertNames::DeepSeek | ExpertNames::Fused => "mlp.experts",
@@ -85,20 +85,20 @@ impl ExpertNames {
     }
 }
 
-/// The matrices of all experts together, within `mlp.experts`: of gate and up, rows of each in turn, and
-/// down. Their biases have the same names with [`BIAS`] behind them.
+/// The matrices of all experts together, within `mlp.experts`: gate and up with alternating rows, and down.
+/// Their biases have the same names with [`BIAS`] appended.
 pub(super) const GATE_UP: &str = "gate_up_proj";
 pub(super) const DOWN: &str = "down_proj";
 pub(super) const BIAS: &str = "_bias";
 
-/// What corrects the choice, within a layer.
+/// The routing bias, within a layer.
 pub(super) const CORRECTION: &str = "mlp.gate.e_score_correction_bias";
 
 /// The gate of the shared expert, within a layer.
 pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate";
 
 impl Mixture {
-    /// Reads the experts of a family that has some; none of others.
+    /// Reads the experts of a family that has them; none for other families.
     ///
     /// # Errors
     /// The error names the field.
@@ -160,7 +160,7 @@ impl Mixture {
         }))
     }
 
-    /// Its share on a member of devices that divide a model with `whole` columns of inner layers.
+    /// The share of a member of devices that divide a model with `whole` columns of inner layers.
     pub(super) fn of_member(&self, share: &MemberShare, whole: u32) -> Self {
         Mixture {
             held: share.experts.clone(),
@@ -176,7 +176,7 @@ impl Mixture {
         self.held.len() < self.routing.experts as usize
     }
 
-    /// Its shape for cost prediction.
+    /// The shape for cost prediction.
     pub fn cost(&self) -> Experts {
         let dense = self.layers.iter().filter(|has_experts| !**has_experts).count();
         Experts {
@@ -193,8 +193,8 @@ impl Mixture {
     }
 }
 
-/// The experts of DeepSeek-V2 and V3, of Kimi K2 and of GLM-4-MoE: the first layers have none, all experts
-/// that every token goes through are one, and groups limit the choice.
+/// The experts of DeepSeek-V2 and V3, of Kimi K2 and of GLM-4-MoE: the first layers have none, all shared
+/// experts are one, and groups limit the routing.
 #[expect(clippy::too_many_lines, reason = "one field of the configuration after the other")]
 fn deepseek(fields: &Fields, family: &str, layers: u32) -> Result<Mixture> {
     let (v2, glm) = (family == "deepseek_v2", family == "glm4_moe");
@@ -216,7 +216,7 @@ fn deepseek(fields: &Fields, family: &str, layers: u32) -> Result<Mixture> {
             return Err(fields.error("scoring_func", problem));
         }
     };
-    // best experts of a group that say how good it is; none without groups
+    // number of best experts whose scores rank a group; none without groups
     let method = fields.text("topk_method")?.unwrap_or(if v2 { "greedy" } else { "noaux_tc" });
     let group_best = match method {
         "greedy" => 0,
@@ -280,7 +280,7 @@ fn clamp(fields: &Fields) -> Result<[Scalar; 2]> {
     Ok([alpha.unwrap_or(1.702), limit.unwrap_or(7.0)].map(|number| Scalar(to_f32(number))))
 }
 
-/// Which layers have experts, as Qwen's configurations say it.
+/// Which layers have experts, in Qwen's configuration fields.
 fn sparse_layers(fields: &Fields, layers: u32) -> Result<Vec<bool>> {
     let step = fields.count("decoder_sparse_step", 1 << 12)?.unwrap_or(1);
     let plain = fields.numbers("mlp_only_layers")?.unwrap_or_default();

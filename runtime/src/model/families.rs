@@ -1,13 +1,13 @@
-//! Families of models: those that are served, and what others need that no operation here does.
+//! Families of models: supported ones, and the missing operations of others.
 
 /// A family, by the `model_type` of its `config.json`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelFamily {
     /// `model_type`.
     pub model_type: &'static str,
-    /// Models that people know it by.
+    /// Common model names of the family.
     pub models: &'static str,
-    /// Operations that it needs and that are not there; none if it is served.
+    /// Missing operations; none if the family is supported.
     pub missing: &'static [&'static str],
 }
 
@@ -28,7 +28,7 @@ const fn lacks(
     ModelFamily { model_type, models, missing }
 }
 
-/// All families that are known here, in the order of their names.
+/// All known families, in the order of their names.
 pub const FAMILIES: [ModelFamily; 40] = [
     lacks("cohere", "Command R", &["layer norms", "attention and MLP side by side"]),
     lacks("cohere2", "Command A, R7B", &["layer norms", "attention and MLP side by side"]),
@@ -72,7 +72,7 @@ pub const FAMILIES: [ModelFamily; 40] = [
     lacks("starcoder2", "StarCoder2", &["layer norms", "an MLP without a gate"]),
 ];
 
-/// What a family lacks, in words; none if it is served or not known.
+/// The missing operations of a family, as text; none if it is supported or unknown.
 pub(super) fn lacking(model_type: &str) -> Option<String> {
     let family = FAMILIES.iter().find(|family| family.model_type == model_type)?;
     (!family.missing.is_empty()).then(|| family.missing.join("; "))
@@ -93,7 +93,7 @@ mod tests {
             let config = json!({"model_type": family.model_type});
             let config = config.as_object().expect("an object");
             let error = ModelConfig::parse(Path::new("config.json"), config).unwrap_err().to_string();
-            // a family that is served is not refused for its name, but for what this configuration lacks
+            // a supported family is refused for its configuration, not for its name
             assert_eq!(error.contains("model_type"), !family.missing.is_empty(), "{error}");
             for what in family.missing {
                 assert!(error.contains(what), "{error}");

@@ -1,9 +1,9 @@
-//! The families that are served: what their configuration classes default to, and how their layers differ
-//! from Llama's.
+//! Supported families: defaults of their configuration classes, and the differences of their layers from
+//! Llama's.
 //!
-//! A dense family is one entry of [`FAMILIES`]. What layers compute differently is a
-//! [`LayerStyle`](mixfleet_scheduler::layers::LayerStyle), made of this and of the configuration
-//! (`style.rs`); how tensors are stored differently is a [`TensorLayout`].
+//! A dense family is one entry of [`FAMILIES`]. Different computation of layers is a
+//! [`LayerStyle`](mixfleet_scheduler::layers::LayerStyle), made of the entry and the configuration
+//! (`style.rs`); different storage of tensors is a [`TensorLayout`].
 
 use super::rope::RopeDefaults;
 use super::stored::{NormNames, TensorLayout};
@@ -20,30 +20,30 @@ pub(super) struct Family {
     pub(super) head_dim: Option<u32>,
     pub(super) norm_eps: f64,
     pub(super) rope: RopeDefaults,
-    /// The defaults of the rope of layers with a window, where that is another one.
+    /// The defaults of the rope of layers with a window, where they differ.
     pub(super) sliding_rope: Option<RopeDefaults>,
     /// Whether the LM head is the embedding unless the configuration says otherwise.
     pub(super) tied: bool,
-    /// Whether the MLP's function is GELU instead of SiLU.
+    /// Whether the MLP's activation is GELU instead of SiLU.
     pub(super) gelu: bool,
     pub(super) biases: FamilyBiases,
     pub(super) qk_norm: QkNorm,
     pub(super) scales: StreamScales,
     pub(super) layout: TensorLayout,
-    /// Whether pairs that rope turns are neighbours.
+    /// Whether rotated pairs are adjacent.
     pub(super) interleaved: bool,
 }
 
 /// Which projections have biases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FamilyBiases {
-    /// None, whatever the configuration says.
+    /// None, regardless of the configuration.
     Never,
     /// q, k and v.
     Qkv,
     /// q, k and v by this field, which has this default.
     QkvBy(&'static str, bool),
-    /// All of attention by `attention_bias`, which has this default, and the MLP by `mlp_bias`, if that is
+    /// All of attention by `attention_bias` with this default, and the MLP by `mlp_bias`, if that field is
     /// read.
     AttentionBy { default: bool, with_mlp: bool },
 }
@@ -52,21 +52,21 @@ pub(super) enum FamilyBiases {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum QkNorm {
     Never,
-    /// Of each head.
+    /// Per head.
     Heads,
-    /// Of each head where `use_qk_norm` is true.
+    /// Per head where `use_qk_norm` is true.
     HeadsByFlag,
-    /// Of all heads together.
+    /// Over all heads together.
     Whole,
 }
 
-/// Numbers that the residual stream, scores and logits are multiplied by.
+/// Multipliers of the residual stream, scores and logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StreamScales {
     None,
     /// The four multipliers of Granite.
     Granite,
-    /// Embeddings by the root of their length, and scores by `query_pre_attn_scalar`.
+    /// Embeddings by the square root of their length, and scores by `query_pre_attn_scalar`.
     Gemma,
 }
 
@@ -123,7 +123,7 @@ const OLMO2: Family = Family {
     ..of("olmo2", "Olmo2ForCausalLM")
 };
 
-/// All families that are served.
+/// All supported families.
 pub(super) const FAMILIES: [Family; 25] = [
     LLAMA,
     Family {
@@ -263,7 +263,7 @@ pub(super) const FAMILIES: [Family; 25] = [
     },
 ];
 
-/// A family whose other defaults are those of Llama.
+/// A family that otherwise has Llama's defaults.
 const fn of(model_type: &'static str, architecture: &'static str) -> Family {
     Family { model_type, architecture, ..LLAMA }
 }

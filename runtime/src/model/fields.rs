@@ -35,8 +35,8 @@ pub(super) fn read_object(file: &Path) -> Result<Map<String, Value>> {
     parsed.map_err(|e| Error::file(file, format!("not a JSON object: {e}")))
 }
 
-/// The same JSON with the numbers that Python writes beyond the standard (`Infinity`, `-Infinity` and `NaN`)
-/// as strings, which no field takes for a number; none where there are none.
+/// The JSON text with Python's nonstandard numbers (`Infinity`, `-Infinity` and `NaN`) as strings, which no
+/// field accepts as numbers; none without such numbers.
 fn without_python_numbers(text: &[u8]) -> Option<Vec<u8>> {
     const NUMBERS: [&[u8]; 3] = [b"-Infinity", b"Infinity", b"NaN"];
     let (mut out, mut at, mut in_string, mut found) = (Vec::with_capacity(text.len()), 0, false, false);

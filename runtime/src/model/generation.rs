@@ -1,4 +1,4 @@
-//! How a checkpoint asks to be sampled from where a request does not say: `generation_config.json`.
+//! Default sampling parameters of a checkpoint: `generation_config.json`.
 
 use super::error::Result;
 use super::fields::{Fields, read_object_if_present};
@@ -7,15 +7,15 @@ use mixfleet_hal::cast::{to_f32, to_u32};
 use serde_json::Value;
 use std::path::Path;
 
-/// Sampling parameters that a checkpoint names. As in vLLM, `do_sample` is not read: who wants the most
-/// likely tokens asks for temperature 0.
+/// Sampling parameters that a checkpoint names. As in vLLM, `do_sample` is not read: clients that want the
+/// most likely tokens send temperature 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct GenerationDefaults {
     /// Temperature.
     pub temperature: Option<f32>,
     /// The smallest set of tokens of this probability is kept.
     pub top_p: Option<f32>,
-    /// So many best tokens are kept; 0 keeps all.
+    /// Number of best tokens that are kept; 0 keeps all.
     pub top_k: Option<u32>,
     /// Tokens at least this likely relative to the best are kept.
     pub min_p: Option<f32>,
@@ -23,7 +23,7 @@ pub struct GenerationDefaults {
     pub repetition_penalty: Option<f32>,
 }
 
-/// Fields by which transformers changes which tokens are chosen, and that nothing here applies.
+/// Fields by which transformers changes the choice of tokens, and that are not applied here.
 const UNREAD: [&str; 24] = [
     "bad_words_ids",
     "begin_suppress_tokens",
@@ -50,10 +50,10 @@ const UNREAD: [&str; 24] = [
     "top_h",
     "typical_p",
 ];
-/// Those of them that change nothing if they are 1; of the others 0, false and empty lists do not.
+/// Fields without effect at 1; others have no effect at 0, false and empty lists.
 const HARMLESS_ONES: [&str; 4] = ["encoder_repetition_penalty", "guidance_scale", "num_beams", "typical_p"];
 
-/// Whether a field's value leaves the choice of tokens as it is.
+/// Whether a field's value has no effect on the choice of tokens.
 fn is_harmless(field: &str, value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
@@ -69,7 +69,7 @@ fn is_harmless(field: &str, value: &Value) -> bool {
 }
 
 impl GenerationDefaults {
-    /// Those of a checkpoint directory; none without the file, and none of a GGUF file.
+    /// Reads the parameters of a checkpoint directory; none without the file, and none of a GGUF file.
     ///
     /// # Errors
     /// The error names the file and the field.
@@ -90,7 +90,7 @@ impl GenerationDefaults {
         };
         let changes = |name: &&&str| fields.object.get(**name).is_some_and(|value| !is_harmless(name, value));
         if let Some(name) = UNREAD.iter().find(changes) {
-            let problem = "not applied here, so that answers would be others; remove it to serve without it";
+            let problem = "not applied here, so that answers would differ; remove it to serve without it";
             return Err(fields.error(name, problem));
         }
         let top_k = match fields.get("top_k") {

@@ -1,7 +1,7 @@
 //! The forward pass as commands: one list per layer, so that the KV of a layer can be sent while later layers
 //! still run.
 //!
-//! The residual stream is f32 whatever the dtype of activations: it is read and written once per block, and
+//! The residual stream is f32 for every dtype of activations: it is read and written once per block, and
 //! rounding it would cost more accuracy than all other roundings together.
 
 use super::arena::{Activations, Arena, Packer, rows_of, table_row};
@@ -25,7 +25,7 @@ use std::sync::Arc;
 /// Minimum row length of the block table in a recorded step, so that short sequences share a recording.
 const PAGES_MIN: u32 = 8;
 
-/// Rows of a recorded step come in multiples of this from there on, and in powers of two below.
+/// Step from which rows of a recorded step are multiples of this; below, they are powers of two.
 const ROWS_STEP: u32 = 8;
 
 /// Number of rows of the recording that a step of `decodes` rows uses.
@@ -70,10 +70,10 @@ impl Pass {
 /// A model on a device, ready to run steps.
 pub struct Forward {
     config: Arc<ModelConfig>,
-    /// What is here of the model, as its operations are listed by.
+    /// The local part of the model, by which operations are listed.
     model: ModelShape,
     constants: LayerConstants,
-    /// None where others' KV is kept and nothing computed.
+    /// None where a member only keeps KV of others.
     weights: Option<Weights>,
     shape: StepShape,
     /// None on a member that leaves attention to others.
@@ -101,7 +101,7 @@ pub(super) struct StepInputs {
 }
 
 impl StepInputs {
-    /// What the device is told, but of attention.
+    /// The inputs of a step, except attention's.
     pub(super) fn table(&self, table: StepTable) -> Option<&Slice> {
         match table {
             StepTable::Ids => Some(&self.ids),
@@ -118,7 +118,7 @@ impl StepInputs {
 /// The sizes of a step.
 struct Sizes {
     rows: AttentionSizes,
-    /// Decodes that stand for nothing: they read no KV, write theirs where nothing is read, and come last.
+    /// Padding decodes: they read no KV, write to a slot that is never read, and come last.
     padding: u32,
     picks: Vec<u32>,
     draws: Option<DrawSizes>,
@@ -137,15 +137,15 @@ impl Forward {
         Forward::with(device, config, (Some(weights), rope), shape, draws, true)
     }
 
-    /// Allocates the KV pools of a model of which this device only keeps KV that others computed.
+    /// Allocates the KV pools of a member that only keeps KV computed by others.
     pub fn keeping(device: &dyn Device, config: Arc<ModelConfig>, shape: StepShape) -> Result<Self> {
-        // no step runs, so activations take no room
+        // no step runs, so activations take no memory
         let least = StepShape { tokens_max: 1, sequences_max: 1, ..shape };
         let rope = Arc::new(RopeTable::both(device, &config, &least)?);
         Ok(Forward { shape, ..Forward::with(device, config, (None, rope), least, None, true)? })
     }
 
-    /// Allocates the KV pools, unless it keeps none, and activations of a member's share of a model. Only
+    /// Allocates the KV pools, if any, and activations of a member's share of a model. Only
     /// [`run_stages`](super::divided::run_stages) and [`run_apart`](super::apart::run_apart) run it; one of
     /// the members draws.
     pub fn of_member(
@@ -163,14 +163,15 @@ impl Forward {
         let rope = Arc::new(RopeTable::both(device, &config, &shape)?);
         let whole = Forward::with(device, config, (Some(weights), rope), shape, draws, share.keeps_kv())?;
         let model = ModelShape { vocab: to_u32(share.vocab.len()), ..whole.model.clone() };
-        // members of unlike devices have the same rows only if no device rounds them up
+        // members on different devices have equal rows only if no device rounds them up
         Ok(Forward { model, adds: share.is_first(), replay_pays: false, ..whole })
     }
 
-    /// The same member for the second of two batches in flight: the same weights, and activations of its own.
+    /// Returns the member for the second of two batches in flight: the same weights, with its own
+    /// activations.
     ///
     /// # Errors
-    /// Those of the device, and `Unsupported` if it keeps KV or a step cannot be halved.
+    /// Errors of the device, and `Unsupported` if it keeps KV or a step cannot be halved.
     pub fn for_second_batch(&self, device: &dyn Device) -> Result<Self> {
         let shape = self.shape.of_second_batch().filter(|_| self.attention.is_none());
         let shape = shape.ok_or_else(|| Error::unsupported("this member runs one batch at a time"))?;
@@ -193,7 +194,7 @@ impl Forward {
         keeps_kv: bool,
     ) -> Result<Self> {
         let replay_pays = device.limits().replay_pays;
-        // where the padding of recorded steps writes
+        // slots to which the padding of recorded steps writes
         let spare = if replay_pays { (ROWS_STEP - 1).div_ceil(shape.block_tokens) } else { 0 };
         let config = expanded::on_device(device, config, weights.as_ref().filter(|_| keeps_kv), &shape);
         let attention = keeps_kv.then(|| Attention::new(device, &config, &shape, spare)).transpose()?;
@@ -215,7 +216,7 @@ impl Forward {
         })
     }
 
-    /// The configuration of the model, or of the share of it that is here.
+    /// The configuration of the model, or of the local share.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
@@ -225,12 +226,12 @@ impl Forward {
         &self.shape
     }
 
-    /// Whether logits are computed here.
+    /// Whether logits are computed on this device.
     pub(super) fn has_head(&self) -> bool {
         self.weights.as_ref().is_some_and(|weights| weights.get(0, Weight::LmHead).is_some())
     }
 
-    /// Whether steps can run, for which it has weights.
+    /// Whether steps can run, which requires weights.
     pub fn computes(&self) -> bool {
         self.weights.is_some()
     }
@@ -240,7 +241,7 @@ impl Forward {
         self.weights.as_ref().ok_or_else(none)
     }
 
-    /// The pools of keys and values of each layer here; none on a member that keeps no KV.
+    /// The local pools of keys and values of each layer; none on a member that keeps no KV.
     pub fn kv_pools(&self) -> &[(Slice, Slice)] {
         self.attention.as_ref().map_or(&[], Attention::pools)
     }
@@ -281,7 +282,7 @@ impl Forward {
         rows_of(self.activations().of(Activation::Logits), step.rows(), self.config.vocab, DType::F32)
     }
 
-    /// The logits of a step that are computed here: `[rows, rows of the LM head]` f32.
+    /// The locally computed logits of a step: `[rows, rows of the LM head]` f32.
     pub(super) fn own_logits(&self, step: &Pass) -> Slice {
         rows_of(self.activations().of(Activation::Logits), step.rows(), self.model.vocab, DType::F32)
     }
@@ -296,12 +297,12 @@ impl Forward {
         self.activations().of(Activation::Residual)
     }
 
-    /// How the layers whose KV is here differ in what they read.
+    /// How the layers with local KV differ in reading it.
     fn reaches(&self) -> Reaches<'_> {
         self.attention.as_ref().map_or(Reaches { windows: &[], parts: 1 }, Attention::reaches)
     }
 
-    /// What of a step is read once it is done: what was drawn, or the logits if the device cannot draw.
+    /// The result that the host reads after a step: the draws, or the logits if the device cannot draw.
     pub fn results(&self, step: &Pass) -> Vec<Slice> {
         self.drawn(step).map_or_else(|| vec![self.logits(step)], |drawn| drawn.results(step.rows()))
     }
@@ -385,18 +386,18 @@ impl Forward {
         Ok(list)
     }
 
-    /// Its operations that are of no layer.
+    /// The step's operations outside of layers.
     fn ops(&self) -> LayerOps<'_> {
         self.ops_of(0)
     }
 
-    /// Its operations of a layer.
+    /// The step's operations of a layer.
     fn ops_of(&self, layer: usize) -> LayerOps<'_> {
         let rope = self.model.style.rope_of(layer);
         LayerOps { shape: &self.model, constants: self.constants, adds: self.adds, joins: false, rope }
     }
 
-    /// What binds about so many operations of layer `layer` to memory.
+    /// A binder of about `operations` operations of layer `layer` to memory.
     fn binder<'a>(&'a self, layer: usize, pass: &'a Pass, operations: usize) -> Result<Binder<'a>> {
         let memory = BoundMemory {
             activations: &self.arena.activations,
@@ -408,7 +409,7 @@ impl Forward {
         Ok(Binder::new(memory, operations))
     }
 
-    /// The commands for the token embedding, where the first layers are, and for the rows of the rope table.
+    /// The commands for the token embedding, on the first stage, and for the rows of the rope table.
     pub fn embed(&self, pass: &Pass) -> Result<Vec<Cmd>> {
         let (tokens, mut list) = (pass.tokens(), self.binder(0, pass, 2)?);
         if self.weights()?.get(0, Weight::Embedding).is_some() {
@@ -425,7 +426,7 @@ impl Forward {
         Ok(list)
     }
 
-    /// The commands of layer `at` from the residual stream to attention's part of it.
+    /// The commands of layer `at` from the residual stream to the attention output.
     pub(super) fn attention_block(&self, at: usize, pass: &Pass) -> Result<Vec<Cmd>> {
         let (ops, sizes, mut list) = (self.ops_of(at), &pass.sizes.rows, self.binder(at, pass, 20)?);
         ops.attention_inputs(sizes, &mut list);
@@ -443,7 +444,7 @@ impl Forward {
         list.finish()
     }
 
-    /// The commands of layer `at` from what was attended to, to the residual stream.
+    /// The commands of layer `at` from the attention output to the residual stream.
     pub(super) fn attention_output(&self, at: usize, pass: &Pass) -> Result<Vec<Cmd>> {
         let mut list = self.binder(at, pass, 2)?;
         self.ops().attention_outputs(&pass.sizes.rows, &mut list);
@@ -469,7 +470,7 @@ impl Forward {
         Ok(list)
     }
 
-    /// The commands of final norm and LM head, where the last layers are.
+    /// The commands of final norm and LM head, on the last stage.
     pub(super) fn logits_block(&self, pass: &Pass) -> Result<Vec<Cmd>> {
         let mut list = self.binder(0, pass, 3)?;
         if self.has_head() {
@@ -478,7 +479,7 @@ impl Forward {
         list.finish()
     }
 
-    /// The command of the draw from whole rows of logits; none where there is nothing to draw.
+    /// The command of the draw from whole rows of logits; none without draws.
     pub(super) fn draw_block(&self, pass: &Pass) -> Result<Option<Cmd>> {
         let Some(draws) = &pass.inputs.draws else { return Ok(None) };
         let mut list = self.binder(0, pass, 1)?;

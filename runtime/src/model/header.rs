@@ -88,7 +88,7 @@ fn header_end(file: &Path, bytes: &[u8]) -> Result<usize> {
     Ok(end)
 }
 
-/// Compares the bytes of a tensor with those that its shape requires, where the dtype is known.
+/// Compares the size of a tensor with its shape, where the dtype is known.
 fn check_size(file: &Path, name: &str, raw: &RawEntry) -> Result<()> {
     let element_bytes = match raw.dtype.as_str() {
         "F32" => 4,

@@ -1,8 +1,8 @@
 //! The rows of a step that a member attends to where pages of KV are divided among members.
 //!
-//! A member that has all pages of a sequence attends to it as a device with all KV does. If several have
-//! some, each takes every row of it that sees a key there: as a decode over the keys of its own pages, one
-//! after another, since the order of keys does not matter to attention.
+//! A member that has all pages of a sequence computes its attention as a single device does. If several
+//! members have some, each computes every row that sees a local key: as a decode over the keys of the local
+//! pages, in sequence, since the order of keys does not matter to attention.
 
 use super::attention::{AttentionTables, Reaches, attention_sizes};
 use super::graph::StepInput;
@@ -10,35 +10,35 @@ use mixfleet_hal::cast::to_u32;
 use mixfleet_scheduler::layers::{AttentionSizes, KvSizes, visible_keys};
 use std::borrow::Cow;
 
-/// What a member does with a step.
+/// A member's work in a step.
 pub(super) struct HeldRows {
-    /// The rows of the step that it attends to: `partial` ones, other decodes, prefills.
+    /// The rows of the step that the member computes: `partial` ones, other decodes, prefills.
     pub(super) rows: Vec<u32>,
-    /// Rows that may see keys elsewhere too.
+    /// Rows that may see keys on other members too.
     pub(super) partial: u32,
-    /// The rows of the step whose keys and values it writes.
+    /// The rows of the step whose keys and values the member writes.
     pub(super) written: Vec<u32>,
     pub(super) sizes: AttentionSizes,
     pub(super) tables: AttentionTables,
 }
 
-/// A row whose keys are those of `ranges`, one per window, in `pages`.
+/// A row with keys in `ranges`, one per window, in `pages`.
 struct OneRow {
     row: u32,
     ranges: Vec<[u32; 2]>,
-    /// Its place among lists of pages.
+    /// Index among lists of pages.
     pages: usize,
 }
 
-/// The pages of a sequence that a member has.
+/// The pages of a sequence on a member.
 struct OwnPages {
-    /// Their places in the sequence.
+    /// Their indices in the sequence.
     blocks: Vec<u32>,
     block_tokens: u32,
 }
 
 impl OwnPages {
-    /// Number of keys here before `position`.
+    /// Number of local keys before `position`.
     fn keys_before(&self, position: u32) -> u32 {
         let whole = self.blocks.partition_point(|block| (block + 1) * self.block_tokens <= position);
         let part =
@@ -46,7 +46,7 @@ impl OwnPages {
         to_u32(whole) * self.block_tokens + part
     }
 
-    /// The keys here that a query at `position` sees.
+    /// The local keys that a query at `position` sees.
     fn range(&self, position: u32, window: Option<u32>) -> [u32; 2] {
         let first = position + 1 - to_u32(visible_keys(position, window));
         [self.keys_before(first), self.keys_before(position + 1)]
@@ -54,8 +54,8 @@ impl OwnPages {
 }
 
 impl HeldRows {
-    /// Of the member that has those pages whose number is `at` modulo `of`, under their number divided by
-    /// `of`.
+    /// The held pages of the member with the pages whose number is `at` modulo `of`, under their number
+    /// divided by `of`.
     pub(super) fn of(
         parts: &[StepInput<'_>],
         (at, of): (u32, u32),
@@ -105,7 +105,7 @@ impl HeldRows {
         let of_prefills = prefills.iter().flat_map(|(row, part, _)| *row..row + to_u32(part.tokens.len()));
         let rows: Vec<u32> = ones.iter().map(|one| one.row).chain(of_prefills).collect();
 
-        // pages that are divided among members are of all layers
+        // pages that are divided among members belong to all layers
         let reaches = Reaches { windows, parts: 1 };
         let mut sizes = attention_sizes(&[], &prefill, reaches);
         sizes.tokens = to_u32(rows.len());

@@ -1,4 +1,4 @@
-//! Weights that a device reads where the checkpoint's files are mapped.
+//! Weights that a device reads directly from the checkpoint's mapped files.
 
 use super::error::Result;
 use super::load::Checkpoint;
@@ -23,7 +23,7 @@ impl Checkpoint {
         self.shards.iter().map(import).collect()
     }
 
-    /// The range of a shard where it is, of which the device will use every byte.
+    /// The mapped range of a shard, of which the device will use every byte.
     pub(super) fn used(&self, import: &Slice, shard: usize, range: Range<usize>) -> Slice {
         self.shards[shard].needed(range.clone());
         import.range(range.start as u64, range.len() as u64)

@@ -1,11 +1,11 @@
 //! Multi-head latent attention (MLA; DeepSeek-AI 2024, arXiv 2405.04434): a token's keys and values are one
-//! latent vector that all heads share, and a rotated part of the key.
+//! latent vector shared by all heads, and a rotated part of the key.
 //!
-//! KV is the latent and the rotated part. Decodes attend to these themselves: the matrix that would make a
-//! head's key of a latent is multiplied with the query instead (it *lifts* the query to the latent's length),
-//! and the one that would make a value with what was attended to (it *lowers* that). Both are the rows of
-//! `kv_b_proj` of a head, which are taken apart when they are placed. So do prompts of few tokens; of longer
-//! ones keys and values are made as they are defined, which is less arithmetic (`expanded.rs`).
+//! KV is the latent and the rotated part. Decodes attend to latents directly: the matrix that would expand a
+//! latent to a head's key is multiplied with the query instead (it *lifts* the query to the latent's length),
+//! and the one that would expand a value with the attention output (it *lowers* that). Both are rows of a
+//! head in `kv_b_proj`, which is split when it is placed. Short prompts do the same; for longer ones keys and
+//! values are expanded, which is less arithmetic (`expanded.rs`).
 
 use super::Tensor;
 use super::error::Result as ModelResult;
@@ -24,7 +24,7 @@ const LENGTH_MAX: u32 = 1 << 14;
 pub struct LatentHeads {
     /// Lengths of a head's parts and of latents.
     pub lengths: LatentAttention,
-    /// What scores are multiplied by.
+    /// Multiplier of scores.
     pub scale: Scalar,
 }
 
@@ -60,7 +60,7 @@ impl LatentHeads {
         Ok(LatentHeads { lengths, scale: Scalar(to_f32(scale)) })
     }
 
-    /// Name and shape of the tensors of a layer's attention but its output.
+    /// Name and shape of the tensors of a layer's attention except its output.
     pub(super) fn shapes(&self, hidden: u64, heads: u64, add: &mut dyn FnMut(Weight, &str, &[u64])) {
         let LatentAttention { q_rank, kv_rank, nope, rope, v, .. } = self.lengths;
         let [q_rank, kv_rank, nope, rope, v] = [q_rank, kv_rank, nope, rope, v].map(u64::from);
@@ -76,8 +76,8 @@ impl LatentHeads {
         add(Weight::KvUp, "self_attn.kv_b_proj.weight", &[heads * (nope + v), kv_rank]);
     }
 
-    /// Takes up-projections `[heads, nope + v, kv_rank]` apart: into `[heads, kv_rank, nope]`, which lifts
-    /// queries, and `[heads, v, kv_rank]`, which lowers what was attended to.
+    /// Splits up-projections `[heads, nope + v, kv_rank]`: into `[heads, kv_rank, nope]`, which lifts
+    /// queries, and `[heads, v, kv_rank]`, which lowers attention output.
     pub(super) fn apart(&self, up: &[f64]) -> [Vec<f64>; 2] {
         let LatentAttention { kv_rank, nope, v, .. } = self.lengths;
         let [rank, nope, v] = [kv_rank, nope, v].map(|length| length as usize);
@@ -90,8 +90,8 @@ impl LatentHeads {
         [lift, lower]
     }
 
-    /// The matrix `[heads, nope + rope, kv_rank + rope]` of up-projections that makes keys of what is stored:
-    /// its rotated part goes to every head's key as it is.
+    /// The matrix `[heads, nope + rope, kv_rank + rope]` of up-projections that expands stored vectors to
+    /// keys: the rotated part is copied to every head's key.
     pub(super) fn keys(&self, up: &[f64]) -> Vec<f64> {
         let LatentAttention { kv_rank, nope, rope, v, .. } = self.lengths;
         let [rank, nope, rope, v] = [kv_rank, nope, rope, v].map(|length| length as usize);
@@ -109,14 +109,14 @@ impl LatentHeads {
         all
     }
 
-    /// The matrices that are made of up-projections.
+    /// The matrices that are derived from up-projections.
     pub(super) fn made(&self, up: &[f64]) -> Vec<(Weight, Vec<f64>)> {
         let [lift, lower] = self.apart(up);
         let keys = (self.lengths.expanded_tokens > 0).then(|| (Weight::Keys, self.keys(up)));
         [(Weight::Lift, lift), (Weight::Lower, lower)].into_iter().chain(keys).collect()
     }
 
-    /// The elements of these for so many heads.
+    /// Number of elements of these for `heads` heads.
     pub(super) fn made_lengths(&self, heads: u32) -> Vec<(Weight, u64)> {
         let LatentAttention { kv_rank, nope, v, .. } = self.lengths;
         let of = |length: u32| u64::from(heads) * u64::from(length) * u64::from(kv_rank);
@@ -125,7 +125,7 @@ impl LatentHeads {
         [(Weight::Lift, of(nope)), (Weight::Lower, of(v))].into_iter().chain(keys).collect()
     }
 
-    /// The elements of all of them, of up-projections of so many.
+    /// Number of elements of all derived matrices, from up-projections of `up` elements.
     pub(super) fn made_elements(&self, up: usize) -> u64 {
         let LatentAttention { kv_rank, nope, v, .. } = self.lengths;
         let of_head = (u64::from(nope) + u64::from(v)) * u64::from(kv_rank);
@@ -134,7 +134,7 @@ impl LatentHeads {
     }
 }
 
-/// Puts a matrix that was made here on a device.
+/// Uploads a derived matrix to a device.
 pub(super) fn upload(device: &dyn Device, values: &[f64], dtype: DType) -> Result<Tensor> {
     let mut bytes = Vec::with_capacity(values.len() * mixfleet_hal::cast::to_usize(dtype.size_bytes()));
     values.iter().for_each(|value| dtype.encode(*value, &mut bytes));

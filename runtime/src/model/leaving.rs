@@ -1,33 +1,33 @@
-//! What leaves the members of an instance while they run a step.
+//! KV that leaves the members of an instance while they run a step.
 
 use mixfleet_hal::{Cmd, ErrorKind, Queue, Result, Ticket};
 use std::time::Duration;
 
 /// KV that leaves layer by layer while members run a step. Members, the batches of the step and the layers of
-/// each member have numbers from 0 on.
+/// each member are numbered from 0.
 pub trait LayerKv {
     /// Whether KV of a batch leaves.
     fn leaves(&self, batch: usize) -> bool;
 
-    /// Returns the commands that gather the KV of a layer on a member, to be run behind those that write it.
-    /// They may write to where an earlier layer, which has been reported by `leave`, was gathered.
+    /// Returns the commands that gather the KV of a layer on a member, to be run behind the commands that
+    /// write it. They may overwrite the gathered KV of an earlier layer that `leave` has reported.
     ///
     /// # Errors
-    /// Those of the member's device.
+    /// Errors of the member's device.
     fn gather(&mut self, member: usize, batch: usize, layer: usize) -> Result<Vec<Cmd>>;
 
-    /// Begins to send what was gathered of a layer, which all members that run it have done. The first of
-    /// these is named.
+    /// Begins to send the gathered KV of a layer, once all members that run the layer have done so.
+    /// `member` is the first of these members.
     ///
     /// # Errors
-    /// Those of the members' devices.
+    /// Errors of the members' devices.
     fn leave(&mut self, member: usize, batch: usize, layer: usize) -> Result<()>;
 
-    /// Goes on while members run, for which was `waited` so long, as far as nobody else must be waited for;
-    /// returns the time after which there may be more to do, if there may.
+    /// Makes progress while members run, after a wait of `waited`, without blocking; returns the time after
+    /// which there may be more to do, if any.
     ///
     /// # Errors
-    /// Those of the members' devices.
+    /// Errors of the members' devices.
     fn go_on(&mut self, waited: Duration) -> Result<Option<Duration>>;
 }
 

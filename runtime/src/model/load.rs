@@ -37,8 +37,7 @@ pub struct Checkpoint {
     pub(super) made: BTreeMap<String, MadeMatrix>,
 }
 
-/// The position of a tensor. If its range is shorter than the tensor, its elements are those of the range
-/// again and again.
+/// The position of a tensor. If its range is shorter than the tensor, the elements of the range repeat.
 #[derive(Clone, Debug)]
 pub(super) struct Location {
     pub(super) dtype: DType,
@@ -47,10 +46,10 @@ pub(super) struct Location {
     pub(super) range: Range<usize>,
 }
 
-/// What of a stored tensor a planned one is.
+/// The part of a stored tensor that forms a planned one.
 struct TensorPart {
     shape: Vec<u64>,
-    /// All rows if none.
+    /// The rows; all if none.
     rows: Option<Range<u64>>,
     fold: Option<NormFold>,
 }
@@ -70,7 +69,7 @@ impl Location {
         self.shape.iter().skip(1).product::<u64>() * self.dtype.size_bytes()
     }
 
-    /// Bytes of a part of it.
+    /// Bytes of a part of the tensor.
     pub(super) fn bytes_of(&self, cut: &Cut) -> u64 {
         let len = |range: &Range<u64>| range.end - range.start;
         match cut {
@@ -81,8 +80,8 @@ impl Location {
         }
     }
 
-    /// The planned tensor that is these rows of it, changed by `fold`; one that is changed is put aside, in a
-    /// shard of that number.
+    /// The planned tensor of these rows, changed by `fold`; a changed one is copied to the arena, a shard of
+    /// that number.
     fn planned(self, part: TensorPart, bytes: &[u8], aside: &mut AlignedBytes, number: usize) -> Self {
         let TensorPart { shape, rows, fold } = part;
         let row_bytes = self.row_bytes();
@@ -98,7 +97,7 @@ impl Location {
         }
     }
 
-    /// The first byte in the file of a part of it that is stored in one piece.
+    /// The first byte in the file of a contiguous part.
     pub(super) fn in_place(&self, cut: &Cut) -> Option<usize> {
         match cut {
             Cut::Whole => Some(self.range.start),
@@ -109,7 +108,7 @@ impl Location {
         }
     }
 
-    /// A copy of a part of it, whose stored elements are `stored`.
+    /// A copy of a part, whose stored elements are `stored`.
     pub(super) fn packed(&self, stored: &[u8], cut: &Cut) -> Vec<u8> {
         let mut packed = Vec::with_capacity(to_usize(self.bytes_of(cut)));
         let mut copy = |from: u64, bytes: u64| {
@@ -164,8 +163,8 @@ impl Checkpoint {
     /// `model.safetensors.index.json`. Nothing is copied.
     ///
     /// # Errors
-    /// The error names the file, and the field or tensor, that is missing, damaged or unsupported, or that
-    /// nothing reads though answers depend on it.
+    /// The error names the file, and the field or tensor, that is missing, damaged or unsupported, or that is
+    /// unread although answers depend on it.
     pub fn open(directory: &Path, mapper: &dyn FileMapper) -> Result<Self> {
         if is_gguf(directory) {
             return gguf::open(directory, mapper);
@@ -237,7 +236,7 @@ impl Checkpoint {
         Ok(Checkpoint { config, shards, tensors, made }.with_sinks())
     }
 
-    /// A checkpoint of tensors in memory, as they are stored.
+    /// Creates a checkpoint of tensors in memory, as stored.
     ///
     /// # Errors
     /// The error names the tensor that is missing or has another shape or size than `config` requires.
@@ -266,7 +265,7 @@ impl Checkpoint {
             let whole = Location { dtype: part.dtype, shape, shard: 0, range: 0..part.bytes.len() };
             let of = TensorPart { shape: planned.shape, rows, fold };
             let Location { dtype, shape, range, .. } = whole.planned(of, &part.bytes, &mut arena, 0);
-            // what is folded is in the arena, and other parts of a tensor are copied to it
+            // folded tensors are in the arena, and other parts of a tensor are copied to it
             let folded = fold.is_some();
             let range = if folded { range } else { arena.append(&part.bytes[range]) };
             tensors.insert(planned.name, Location { dtype, shape, shard: 0, range });
@@ -291,8 +290,8 @@ impl Checkpoint {
         self.tensors.values().map(Location::bytes).sum::<u64>() + made
     }
 
-    /// The stored elements of a tensor, or `None` where the model has no such tensor or makes it of others.
-    /// They are all of them, except in a [repeating](super::RandomCheckpoint::repeating) checkpoint.
+    /// The stored elements of a tensor, or `None` where the model has no such tensor or derives it from
+    /// others. They are complete, except in a [repeating](super::RandomCheckpoint::repeating) checkpoint.
     pub fn bytes(&self, name: &str) -> Option<&[u8]> {
         let tensor = self.tensors.get(name)?;
         self.shards[tensor.shard].as_bytes().get(tensor.range.clone())
@@ -321,7 +320,7 @@ impl Checkpoint {
     }
 }
 
-/// The tensors of a checkpoint's files by the names that this model has for them: each with its shard.
+/// The tensors of a checkpoint's files by this model's names: each with its shard.
 fn found_tensors<'a>(
     shards: &'a [Shard],
     read: &ReadTensors,
@@ -344,7 +343,7 @@ fn has_drafts(object: &Map<String, Value>) -> bool {
     object.get("num_nextn_predict_layers").and_then(Value::as_u64).is_some_and(|layers| layers > 0)
 }
 
-/// Refuses tensors that nothing reads, unless answers are the same without them.
+/// Refuses unread tensors, unless answers are the same without them.
 fn check_all_read(shards: &[Shard], read: &ReadTensors) -> Result<()> {
     for shard in shards {
         let unread = shard.entries.iter().find(|(name, entry)| {
@@ -359,7 +358,7 @@ fn check_all_read(shards: &[Shard], read: &ReadTensors) -> Result<()> {
     Ok(())
 }
 
-/// Opens the files of a checkpoint directory: those that hold what the model needs, and what else is there.
+/// Opens the files of a checkpoint directory: the required ones, and other files present.
 fn open_shards(directory: &Path, mapper: &dyn FileMapper, read: &ReadTensors) -> Result<Vec<Shard>> {
     let open = |name: &str| -> Result<Shard> {
         let file = directory.join(name);
@@ -417,7 +416,7 @@ fn no_weights(directory: &Path) -> String {
     }
     match names.iter().find(|name| OTHERS.iter().any(|end| ends(name, end))) {
         Some(name) => {
-            format!("{missing}, and {name} is of a format that is not read; supported: safetensors, GGUF")
+            format!("{missing}, and the format of {name} is not supported; supported: safetensors, GGUF")
         }
         None => format!("{missing}; download them, or ask for random ones with --random-weights"),
     }
@@ -452,7 +451,7 @@ pub(super) struct AlignedBytes(Vec<CacheLine>);
 struct CacheLine([u8; 64]);
 
 impl AlignedBytes {
-    /// Copies `bytes` to the next free cache line and returns their range.
+    /// Copies `bytes` to the next free cache line and returns the range.
     pub(super) fn append(&mut self, bytes: &[u8]) -> Range<usize> {
         let line_bytes = size_of::<CacheLine>();
         let first = self.0.len();

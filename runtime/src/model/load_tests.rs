@@ -180,11 +180,11 @@ fn read(device: &dyn Device, tensor: &Tensor) -> Vec<f64> {
 fn assert_placed(checkpoint: &Checkpoint, device: &dyn Device) -> Weights {
     let mut seen = Vec::new();
     let weights = checkpoint.place(device, &mut |done, total| seen.push((done, total))).expect("placed");
-    // sinks go to where attention is
+    // sinks are placed with attention
     let sinks = checkpoint.config.sinks.as_ref().map_or(0, |sinks| sinks.len() as u64);
     let all = match checkpoint.config.latent {
         None => checkpoint.size_bytes() - sinks * checkpoint.config.dtype.size_bytes(),
-        // up-projections are taken apart on the way
+        // up-projections are split when they are placed
         Some(_) => seen.last().expect("a step").1,
     };
     assert!(seen.is_sorted() && seen.last() == Some(&(all, all)), "{seen:?}");
@@ -555,7 +555,7 @@ fn a_member_gets_its_share_of_the_weights_and_no_more() {
                     }
                 }
                 if c.experts.is_some() {
-                    continue; // experts are copied, whatever the device can
+                    continue; // experts are copied on every device
                 }
                 let allocated =
                     |device: &MemoryDevice| device.allocations.lock().expect("a lock").iter().sum::<u64>();
@@ -568,13 +568,13 @@ fn a_member_gets_its_share_of_the_weights_and_no_more() {
                     - u64::from(c.layers) * layer
                     - of(c.vocab as usize, hidden)
                     - of(share.vocab.len(), hidden);
-                // norms and biases are all else
+                // the rest are norms and biases
                 let longest = u64::from(hidden + c.intermediate + c.heads * d);
                 assert!(
                     vectors <= u64::from(c.layers + 1) * 4 * longest,
                     "{name}: {vectors} elements too many"
                 );
-                // a mapping is used in place, except columns
+                // a mapping is used in place, except for columns
                 assert_eq!(
                     allocated(&importing),
                     u64::from(c.layers) * back * c.dtype.size_bytes(),

@@ -1,4 +1,4 @@
-//! Whether all tensors of a checkpoint are there, and all are read.
+//! Completeness of checkpoints: all tensors are present, and all are read.
 
 use super::*;
 
@@ -49,7 +49,7 @@ fn a_folder_without_weights_says_what_is_there_instead() {
     let (safetensors, other) = (directory.join("model.safetensors"), directory.join("pytorch_model.bin"));
     std::fs::rename(&safetensors, &other).expect("renamed");
     let error = || Checkpoint::open(&directory, &ReadFiles).expect_err("no weights").to_string();
-    assert_says(&error(), &["there are no weights", "pytorch_model.bin", "not read"]);
+    assert_says(&error(), &["there are no weights", "pytorch_model.bin", "not supported"]);
     std::fs::rename(&other, directory.join("model-00001-of-00002.safetensors")).expect("renamed");
     assert_says(&error(), &["model-00001-of-00002.safetensors", "the index was not downloaded"]);
     std::fs::remove_file(directory.join("model-00001-of-00002.safetensors")).expect("removed");

@@ -1,4 +1,4 @@
-//! Matrices that a checkpoint has in another form than a plain array: quantised, or made of what is stored.
+//! Matrices with another stored form than a plain array: quantised, or derived from stored tensors.
 
 use super::names::Cut;
 use mixfleet_hal::cast::{to_u32, to_usize};
@@ -9,11 +9,11 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A stored tensor that weights are made of.
+/// A stored tensor that weights are derived from.
 #[derive(Clone, Debug)]
 pub(super) struct SourceTensor {
     pub(super) shard: usize,
-    /// Its bytes in the shard.
+    /// Range of the tensor's bytes in the shard.
     pub(super) range: Range<usize>,
 }
 
@@ -23,15 +23,15 @@ impl SourceTensor {
     }
 }
 
-/// Makes an array of what is stored.
+/// Derives an array from stored bytes.
 pub(super) type Recipe = Arc<dyn Fn(&[u8]) -> Vec<u8> + Send + Sync>;
 
 /// One array of a matrix.
 #[derive(Clone)]
 pub(super) enum MadePart {
-    /// It is stored as it is used.
+    /// Stored in its final form.
     InPlace(SourceTensor),
-    /// It is made when it is placed.
+    /// Derived when it is placed.
     Made(SourceTensor, Recipe),
 }
 
@@ -43,7 +43,7 @@ impl MadePart {
         MadePart::Made(source.clone(), Arc::new(how))
     }
 
-    /// What it is made of.
+    /// The source of the array.
     pub(super) fn source(&self) -> &SourceTensor {
         match self {
             MadePart::InPlace(source) | MadePart::Made(source, _) => source,
@@ -58,7 +58,7 @@ impl fmt::Debug for MadePart {
     }
 }
 
-/// A matrix and where its arrays come from.
+/// A matrix and the sources of its arrays.
 #[derive(Clone, Debug)]
 pub(super) struct MadeMatrix {
     pub(super) kind: MatrixKind,
@@ -68,7 +68,7 @@ pub(super) struct MadeMatrix {
     pub(super) parts: Vec<MadePart>,
 }
 
-/// A part of a matrix, and how each of its arrays is cut out of the whole one.
+/// A part of a matrix, and how each of its arrays is cut out of the whole.
 pub(super) struct CutMatrix {
     pub(super) kind: MatrixKind,
     pub(super) rows: u32,
@@ -76,16 +76,16 @@ pub(super) struct CutMatrix {
     pub(super) cuts: Vec<PartCut>,
 }
 
-/// How an array is cut: all of it, some whole rows, or elements one by one.
+/// The cut of an array: all of it, whole rows, or single elements.
 pub(super) enum PartCut {
     Whole,
     Rows(Range<usize>),
-    /// Bytes of each of some rows.
+    /// Byte ranges of rows.
     Bytes {
         rows: Range<usize>,
         bytes: Range<usize>,
     },
-    /// The row and the byte of each element, and an element's bytes.
+    /// Row and byte offset of each element, and the size of an element.
     Elements {
         rows: Vec<usize>,
         starts: Vec<usize>,
@@ -98,10 +98,10 @@ fn part_bytes(part: &QuantisedPart) -> usize {
 }
 
 impl MadeMatrix {
-    /// Checks that the arrays are those of the description and that what is used in place has its size.
+    /// Checks that the arrays match the description and that arrays used in place have the expected size.
     ///
     /// # Errors
-    /// A message that says what is wrong.
+    /// A message that describes the fault.
     pub(super) fn new(
         kind: MatrixKind,
         (rows, columns): (u32, u32),
@@ -129,7 +129,7 @@ impl MadeMatrix {
     /// The bytes of an array.
     ///
     /// # Errors
-    /// When what is stored makes another number of bytes than the description says.
+    /// When the derived bytes have another size than the description requires.
     pub(super) fn array<'a>(
         &self,
         at: usize,
@@ -146,7 +146,7 @@ impl MadeMatrix {
         Err(format!("its {} have {} bytes, expected {}", part.name, bytes.len(), part_bytes(&part)))
     }
 
-    /// All weights, for the oracle; none where what is stored is damaged.
+    /// All weights, for the oracle; none where stored bytes are damaged.
     pub(super) fn values(&self, shards: &[Arc<dyn HostMemory>]) -> Option<Vec<f64>> {
         let kinds = self.described();
         let mut arrays = Vec::with_capacity(kinds.len());
@@ -196,7 +196,8 @@ impl MadeMatrix {
         self.described().iter().map(|part| part_bytes(part) as u64).sum()
     }
 
-    /// A part of it. Where scales of several rows or columns are cut through, the part has scales of fewer.
+    /// A part of the matrix. Where scales of several rows or columns are cut through, the part has scales of
+    /// fewer.
     ///
     /// # Errors
     /// When codes or scales cannot be cut there.
@@ -238,7 +239,7 @@ impl MadeMatrix {
 }
 
 impl MadeMatrix {
-    /// Some rows of each of the matrices of so many rows that it consists of.
+    /// A range of rows of each of the equal matrices of `of` rows that form this one.
     fn cut_rows_of_each(&self, rows: &Range<u64>, of: u64) -> Result<CutMatrix, String> {
         let kind = self.kind;
         if let MatrixKind::Quantised(quantised) = kind
@@ -265,7 +266,7 @@ fn gcd(a: u32, b: u32) -> u32 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// What divides a model whose rows cannot be.
+/// The alternative for a model whose rows cannot be divided.
 const INSTEAD: &str = "divide the layers instead (pp:)";
 
 /// The description of a part.
@@ -295,7 +296,7 @@ fn cut_of(whole: &Quantised, rows: &Range<u32>, columns: &Range<u32>) -> Result<
     Ok(part)
 }
 
-/// Where the scales of a part are among those of the whole.
+/// Positions of a part's scales among those of the whole.
 fn elements(
     whole: &Quantised,
     part: &Quantised,
@@ -320,7 +321,7 @@ impl CutMatrix {
 }
 
 impl PartCut {
-    /// The bytes of an array that are in the part, if they are one piece.
+    /// The bytes of an array that are in the part, if they are contiguous.
     pub(super) fn piece(&self, all: usize, array_rows: usize) -> Option<Range<usize>> {
         let row_bytes = all / array_rows.max(1);
         match self {
@@ -330,7 +331,7 @@ impl PartCut {
         }
     }
 
-    /// The part of an array of so many rows.
+    /// The part of an array of `array_rows` rows.
     pub(super) fn of<'a>(&self, array: &'a [u8], array_rows: usize) -> Cow<'a, [u8]> {
         if let Some(piece) = self.piece(array.len(), array_rows) {
             return Cow::Borrowed(&array[piece]);

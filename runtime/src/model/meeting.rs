@@ -1,34 +1,34 @@
 //! Sums among the members of an instance by the threads that run their batches.
 //!
-//! A step has two sums a layer. Where the thread that submits it takes them, it waits for all members each
-//! time, and they for it; here they wait for each other alone.
+//! A step has two sums a layer. If the submitting thread computes them, it waits for all members each time,
+//! and they wait for it; here they wait only for each other.
 
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{BatchMemory, Error, ErrorKind, Meeting, Result, Slice};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError, RwLock};
 
-/// Number of looks before who waits sleeps: some 50 us, longer than members of equal work are apart.
+/// Polls before a waiting member sleeps: about 50 us, longer than the time between members of equal work.
 const LOOKS: u32 = 1500;
-/// Sums before members take the memory of the first one again: who reads one has not yet written the next.
+/// Number of buffers in turn: a member that reads one sum cannot yet have written the one after the next.
 const TURNS: usize = 2;
 
 /// Sums of f32 elements that all members have, in the order of members.
 pub struct SumMeeting {
-    /// Where each has them.
+    /// Slices of the members' elements.
     slices: Vec<Slice>,
-    /// Copies of each, for sums in turn.
+    /// Copies per member, for sums in turn.
     parts: Vec<[RwLock<Vec<u8>>; TURNS]>,
-    /// Sums that each has come to.
+    /// Number of sums that each member has reached.
     turns: Vec<AtomicUsize>,
     gate: Gate,
 }
 
 impl SumMeeting {
-    /// A meeting of members with elements in these slices.
+    /// Creates a meeting of members with elements in these slices.
     ///
     /// # Errors
-    /// `Invalid` if they are not equally long.
+    /// `Invalid` if their lengths differ.
     pub fn new(slices: Vec<Slice>) -> Result<Self> {
         if slices.iter().any(|slice| slice.bytes != slices[0].bytes) {
             return Err(Error::invalid("members with unlike numbers of elements cannot be summed"));
@@ -44,7 +44,7 @@ impl SumMeeting {
 impl Meeting for SumMeeting {
     fn meet(&self, member: usize, memory: &dyn BatchMemory) -> Result<()> {
         let (Some(own), Some(turn)) = (self.slices.get(member), self.turns.get(member)) else {
-            return Err(Error::invalid(format!("member {member} has no seat at this meeting")));
+            return Err(Error::invalid(format!("member {member} is not part of this meeting")));
         };
         let turn = turn.fetch_add(1, Ordering::Relaxed) % TURNS;
         let part = |of: usize| &self.parts[of][turn];
@@ -66,11 +66,11 @@ impl Meeting for SumMeeting {
     }
 }
 
-/// Lets members on once all have come.
+/// Releases members once all have arrived.
 struct Gate {
     members: usize,
     came: AtomicUsize,
-    /// Times that all had come.
+    /// Number of completed rounds.
     times: AtomicU64,
     is_ended: AtomicBool,
     sleepers: AtomicUsize,
@@ -94,7 +94,7 @@ impl Gate {
     fn pass(&self) -> Result<()> {
         let seen = self.times.load(Ordering::SeqCst);
         if self.is_ended.load(Ordering::SeqCst) {
-            // who waited has left, and is not to be counted
+            // a member that waited has left, and must not be counted
         } else if self.came.fetch_add(1, Ordering::AcqRel) + 1 == self.members {
             self.came.store(0, Ordering::Relaxed);
             self.times.fetch_add(1, Ordering::SeqCst);
@@ -110,7 +110,7 @@ impl Gate {
         }
     }
 
-    /// Waits until all have come once more, or one will not.
+    /// Waits until all have arrived once more, or one has failed.
     fn wait_past(&self, seen: u64) {
         let waits = || self.times.load(Ordering::SeqCst) == seen && !self.is_ended.load(Ordering::SeqCst);
         for _ in 0..LOOKS {
@@ -120,7 +120,7 @@ impl Gate {
             std::hint::spin_loop();
         }
         let mut guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
-        // either who opens sees a sleeper, or the sleeper sees that it is open
+        // either the member that opens sees a sleeper, or the sleeper sees that it is open
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         while waits() {
             guard = self.opened.wait(guard).unwrap_or_else(PoisonError::into_inner);
@@ -162,7 +162,7 @@ mod tests {
         bytes.as_chunks::<4>().0.iter().map(|x| f32::from_ne_bytes(*x)).collect()
     }
 
-    /// Devices with `COUNT` elements each, of which each has other ones.
+    /// Devices with `COUNT` elements each, different on each device.
     fn members(count: usize) -> Vec<(Arc<dyn Device>, Slice)> {
         let member = |at: usize| {
             let device = device();
@@ -188,7 +188,7 @@ mod tests {
                 let sum = |at: usize| expected.iter().map(|own| own[at]).reduce(|a, b| a + b).unwrap();
                 let sums: Vec<f32> = (0..COUNT as usize).map(sum).collect();
                 expected.iter_mut().for_each(|own| own.clone_from(&sums));
-                // all are submitted before any is waited for, by one member after the other
+                // all are submitted before any is waited for, member by member
                 tickets.clear();
                 for (member, queue) in queues.iter_mut().enumerate() {
                     let seat = MeetingSeat { meeting: meeting.clone(), member };
@@ -204,7 +204,7 @@ mod tests {
         }
     }
 
-    /// Whichever member fails, and whether others are there already or come later.
+    /// Any member may fail, before or after the others arrive.
     #[test]
     fn a_member_that_fails_ends_the_meeting_and_who_is_given_up_is_let_go() {
         for (fails, first) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
@@ -232,7 +232,7 @@ mod tests {
                 assert_eq!(error.kind == ErrorKind::Closed, member != fails, "{member}: {error}");
             }
         }
-        // nobody else comes
+        // no other member arrives
         let members = members(2);
         let slices: Vec<Slice> = members.iter().map(|(_, slice)| slice.clone()).collect();
         let meeting = Arc::new(SumMeeting::new(slices).unwrap());
@@ -242,7 +242,7 @@ mod tests {
         assert_eq!(queue.wait(ticket, Duration::from_millis(20)).unwrap_err().kind, ErrorKind::Timeout);
         meeting.end();
         assert_eq!(queue.wait(ticket, LONG).unwrap_err().kind, ErrorKind::Closed);
-        // nor does it let on who comes when it is over, as the other one did
+        // nor does it release members that arrive after its end, as the other one did
         let mut late = members[1].0.queue().unwrap();
         let ticket = late.submit_then_meet(&[], MeetingSeat { meeting, member: 1 }).unwrap();
         assert_eq!(late.wait(ticket, LONG).unwrap_err().kind, ErrorKind::Closed);

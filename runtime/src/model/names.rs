@@ -1,5 +1,4 @@
-//! The tensors of a model: their names in a checkpoint, their shapes, and what a member of several devices
-//! has of them.
+//! The tensors of a model: names in a checkpoint, shapes, and the part of each member of several devices.
 
 use super::config::ModelConfig;
 use super::experts::{BIAS, CORRECTION, DOWN, ExpertNames, GATE_UP, Mixture, SHARED_GATE};
@@ -10,7 +9,8 @@ use std::ops::Range;
 pub(super) const EMBED: &str = "model.embed_tokens.weight";
 pub(super) const NORM: &str = "model.norm.weight";
 pub(super) const LM_HEAD: &str = "lm_head.weight";
-/// The sinks of attention, within a layer. They are a part of the configuration, and no tensor on a device.
+/// The sinks of attention, within a layer. They belong to the configuration, and are not a tensor on a
+/// device.
 pub(super) const SINKS: &str = "self_attn.sinks";
 
 /// The name of a layer's tensor.
@@ -18,16 +18,16 @@ pub(super) fn in_layer(layer: usize, part: &str) -> String {
     format!("model.layers.{layer}.{part}")
 }
 
-/// A tensor of a checkpoint, and what it is of the model.
+/// A tensor of a checkpoint, and its role in the model.
 #[derive(Clone, Debug)]
 pub(super) struct PlannedTensor {
     pub(super) name: String,
     pub(super) shape: Vec<u64>,
-    /// Its layer, if it is of one.
+    /// The tensor's layer, if it belongs to one.
     pub(super) layer: Option<u32>,
-    /// The weight that it is, or that is made of it: lift, lower and keys of up-projections.
+    /// The weight that it forms, or from which others are derived: lift, lower and keys of up-projections.
     pub(super) weight: Weight,
-    /// The expert that it is of, where the matrices of several are stored apart and are one weight.
+    /// The tensor's expert, where the matrices of several are stored apart and form one weight.
     pub(super) expert: Option<u32>,
 }
 
@@ -47,7 +47,7 @@ impl TensorPlan {
         self.all.push(PlannedTensor { name, shape: shape.to_vec(), layer: self.layer, weight, expert });
     }
 
-    /// A norm of the residual stream, or of what is added to it, if layers have it.
+    /// A norm of the residual stream, or of an addend to it, if layers have it.
     fn add_norm(&mut self, config: &ModelConfig, norm: Weight) {
         if let Some(name) = config.layout.norms.name(norm) {
             self.add(norm, name, &[config.hidden.into()]);
@@ -85,7 +85,7 @@ impl TensorPlan {
         }
     }
 
-    /// An MLP under this name, whose inner layer has this length.
+    /// An MLP under this name, with an inner layer of this length.
     fn add_mlp(&mut self, stem: &str, [hidden, inner]: [u64; 2], has_biases: bool) {
         self.add(Weight::Gate, &format!("{stem}.gate_proj.weight"), &[inner, hidden]);
         self.add(Weight::Up, &format!("{stem}.up_proj.weight"), &[inner, hidden]);
@@ -97,7 +97,7 @@ impl TensorPlan {
         }
     }
 
-    /// A layer's experts: all matrices of a kind one after the other.
+    /// A layer's experts: all matrices of a kind in sequence.
     fn add_experts(&mut self, experts: &Mixture, hidden: u64) {
         let (names, count) = (experts.names, experts.routing.experts);
         let (all, inner, shared) = (u64::from(count), experts.intermediate.into(), experts.shared.into());
@@ -162,7 +162,7 @@ pub(super) fn tensors(config: &ModelConfig) -> Vec<PlannedTensor> {
     plan.all
 }
 
-/// The LM head, which no tensor is of its own if it is the embedding.
+/// The LM head, which is not a tensor of its own if tied to the embedding.
 pub(super) fn lm_head(config: &ModelConfig) -> PlannedTensor {
     let (name, shape) = (LM_HEAD.to_owned(), vec![config.vocab.into(), config.hidden.into()]);
     PlannedTensor { name, shape, layer: None, weight: Weight::LmHead, expert: None }
@@ -180,11 +180,11 @@ pub(super) enum Cut {
     Whole,
     Rows(Range<u64>),
     Columns(Range<u64>),
-    /// These rows of each of the matrices that it consists of, which have so many rows.
+    /// These rows of each of the equal matrices that form the tensor, with their number of rows.
     RowsOfEach(Range<u64>, u64),
 }
 
-/// A member's part of a tensor; none if it has nothing of it.
+/// A member's part of a tensor; none if the part is empty.
 pub(super) fn cut(config: &ModelConfig, share: &MemberShare, tensor: &PlannedTensor) -> Option<Cut> {
     let PlannedTensor { layer, weight, expert, .. } = *tensor;
     let is_elsewhere = layer.is_some_and(|layer| !share.layers.contains(&layer))
@@ -201,7 +201,7 @@ pub(super) fn cut(config: &ModelConfig, share: &MemberShare, tensor: &PlannedTen
         false => cut(range(of, each)),
     };
     let (heads, kv_heads) = (config.heads, config.kv_heads);
-    // rows of a head's query, of what makes its key and value of a latent, and of its value
+    // rows of a head's query, of the expansion of a latent to its key and value, and of its value
     let (of_query, of_latent, of_value) = match config.latent.as_ref().map(|latent| latent.lengths) {
         Some(LatentAttention { nope, rope, v, .. }) => (nope + rope, nope + v, v),
         None => (config.head_dim, 0, config.head_dim),
@@ -209,7 +209,7 @@ pub(super) fn cut(config: &ModelConfig, share: &MemberShare, tensor: &PlannedTen
     let experts = layer.and_then(|layer| config.experts_of(layer as usize));
     let is_of_experts =
         weight.is_of_experts() || matches!(weight, Weight::ExpertGateBias | Weight::ExpertDownBias);
-    // the inner layer of what it belongs to, and the share of it
+    // the inner layer of the expert or MLP, and the share of it
     let whole = config.intermediate;
     let (part_of_inner, inner) = match experts {
         Some(experts) if is_of_experts => {
@@ -232,7 +232,7 @@ pub(super) fn cut(config: &ModelConfig, share: &MemberShare, tensor: &PlannedTen
             part(Cut::Rows, &part_of_inner, inner, 1)
         }
         Weight::ExpertGate | Weight::ExpertUp => part(Cut::Rows, &part_of_inner, inner, 1),
-        // it is added once
+        // added by one member only
         Weight::OBias | Weight::DownBias => return share.is_first().then_some(Cut::Whole),
         Weight::O => part(Cut::Columns, &share.heads, heads, of_value),
         Weight::Down | Weight::ExpertDown => part(Cut::Columns, &part_of_inner, inner, 1),

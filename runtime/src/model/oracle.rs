@@ -1,5 +1,5 @@
 //! The slow reference for tests: a forward pass in `f64` over a whole sequence, with no cache, no device and
-//! no code in common with the engine but the loader and the rope table.
+//! no code shared with the engine except the loader and the rope table.
 
 use super::config::{ModelConfig, Rope};
 use super::experts::{BIAS, CORRECTION, DOWN, GATE_UP, Mixture, SHARED_GATE};
@@ -17,7 +17,7 @@ use std::collections::HashMap;
 pub struct Oracle {
     config: ModelConfig,
     weights: HashMap<String, Vec<f64>>,
-    /// What KV is rounded to.
+    /// Dtype to which KV is rounded.
     kv: Option<DType>,
 }
 
@@ -32,7 +32,7 @@ impl Oracle {
         Oracle { config: checkpoint.config.clone(), weights: weights.collect(), kv: None }
     }
 
-    /// Keeps KV in `dtype`, and computes with what that holds of it.
+    /// Keeps KV in `dtype`, and computes with the rounded values.
     #[must_use]
     pub fn with_kv(self, dtype: DType) -> Self {
         Oracle { kv: Some(dtype), ..self }
@@ -100,7 +100,7 @@ impl Oracle {
         }
     }
 
-    /// A norm of what a block made, where the family has one.
+    /// A norm of a block's output, where the family has one.
     fn post_norm(&self, layer: usize, norm: Weight, made: Vec<f64>) -> Vec<f64> {
         match self.config.layout.norms.name(norm) {
             Some(name) => self.norm(&made, &names::in_layer(layer, name)),
@@ -200,7 +200,7 @@ impl Oracle {
         best(open, &|expert| keys[expert], routing.active)
     }
 
-    /// What an expert with a clamped function makes of a token.
+    /// The activation of an expert with a clamped function.
     fn clamped(
         &self,
         layer: usize,
@@ -275,7 +275,7 @@ impl Oracle {
         self.linear(layer, "self_attn.o_proj", &out, heads * head_dim)
     }
 
-    /// Latent attention as it is defined: every head's keys and values are made of each token's latent.
+    /// Latent attention by definition: every head's keys and values are expanded from each token's latent.
     fn latent_attention(&self, layer: usize, latent: &LatentHeads, x: &[f64]) -> Vec<f64> {
         let c = &self.config;
         let (hidden, heads) = (c.hidden as usize, c.heads as usize);
@@ -329,7 +329,7 @@ impl Oracle {
         self.linear(layer, &of("o_proj"), &out, heads * v)
     }
 
-    /// Rotary embedding of pairs of neighbours at a position.
+    /// Rotary embedding of adjacent pairs at a position.
     fn turn_neighbours(&self, x: &mut [f64], position: usize) {
         let table = self.config.rope.table(&[to_u32(position)]);
         let half = x.len() / 2;
@@ -360,8 +360,8 @@ impl Oracle {
     }
 }
 
-/// Rounds a head to what `dtype` holds of it: of eight bits, to codes times the least power of two by which
-/// the largest magnitude is no more than the largest code.
+/// Rounds a head to the values of `dtype`: for eight bits, to codes times the least power of two at which the
+/// largest magnitude does not exceed the largest code.
 fn keep(dtype: DType, head: &mut [f64]) {
     let largest = head.iter().fold(0.0f64, |largest, v| largest.max(v.abs()));
     let code = if dtype == DType::I8 { 127.0 } else { 448.0 };
@@ -390,7 +390,7 @@ fn matmul(x: &[f64], weight: &[f64], inputs: usize) -> Vec<f64> {
     products
 }
 
-/// By an index, not by iterators, whose calls a build for tests does not inline.
+/// Indexed instead of iterated: test builds do not inline iterator calls.
 fn dot(a: &[f64], b: &[f64]) -> f64 {
     let (mut sum, mut at) = (0.0, 0);
     while at < a.len() {
@@ -408,7 +408,7 @@ fn silu(x: f64) -> f64 {
     x / (1.0 + (-x).exp())
 }
 
-/// GELU in the form with tanh.
+/// GELU in the tanh form.
 fn gelu(x: f64) -> f64 {
     let z = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
     0.5 * x * (1.0 + z.tanh())

@@ -29,7 +29,7 @@ fn golden_logits_of_the_fixtures() {
     }
 }
 
-/// The error of KV of fewer bits, as a share of how widely logits spread (docs/results/kv-dtypes.md).
+/// The error of KV with fewer bits, as a share of the spread of logits (docs/results/kv-dtypes.md).
 #[test]
 fn kv_of_eight_bits_moves_logits_within_what_is_stated() {
     for fixture in fixtures() {

@@ -34,7 +34,7 @@ const CONTEXT_MAX: u32 = 1 << 30;
 
 impl ModelConfig {
     /// Reads `config.json` and, if present, `generation_config.json` of a checkpoint directory, or the header
-    /// of a GGUF file. An answer also ends at the token that the tokenizer names for it.
+    /// of a GGUF file. The end token that the tokenizer names also ends an answer.
     ///
     /// # Errors
     /// The error names the file and the field, and says what is supported.
@@ -44,7 +44,7 @@ impl ModelConfig {
         }
         let file = directory.join("config.json");
         if !file.exists() && holds_gguf(directory) {
-            let problem = "there is no config.json, and a GGUF file: name that file";
+            let problem = "there is no config.json, but a GGUF file: give that file";
             return Err(Error::file(directory, problem));
         }
         let mut config = Self::parse(&file, &read_object(&file)?)?;
@@ -160,9 +160,9 @@ fn family(fields: &Fields) -> Result<&'static Family> {
     }
 }
 
-/// Refuses another function of the MLP than the family's.
+/// Refuses an activation of the MLP that differs from the family's.
 fn check_activation(fields: &Fields, family: &Family) -> Result<()> {
-    // what the first configurations of Gemma call gelu is the form with tanh
+    // early configurations of Gemma call the tanh form gelu
     let supported: &[&str] = match family.model_type {
         "gemma" => &["gelu_pytorch_tanh", "gelu"],
         _ if family.gelu => &["gelu_pytorch_tanh"],
@@ -199,7 +199,7 @@ fn norm_eps(fields: &Fields, family: &Family) -> Result<f32> {
     Err(fields.error("rms_norm_eps", format!("{eps:e}, expected a number above 1e-45 and up to 1")))
 }
 
-/// The heads of a model, their length, and the part of it that is rotated.
+/// The heads of a model: number, length, and rotated part.
 struct HeadShape {
     heads: u32,
     kv_heads: u32,
@@ -220,7 +220,7 @@ fn head_shape(
     }
     let (heads, kv_heads) = heads(fields, family)?;
     let head_dim = head_dim(fields, family, hidden, heads)?;
-    // two ropes rotate all of a head
+    // two ropes rotate whole heads
     let rotated = match family.sliding_rope {
         Some(_) => head_dim,
         None => rope::rotated(fields, head_dim, family.rope)?,
@@ -266,13 +266,13 @@ fn head_dim(fields: &Fields, family: &Family, hidden: u32, heads: u32) -> Result
 /// The sliding window of each layer.
 fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u32>>> {
     let types = fields.texts("layer_types")?;
-    // read only where it counts: a field that nothing uses may have any value
+    // read only where it has an effect: an unused field may have any value
     let window = |absent| match fields.has("sliding_window") {
         true => fields.count("sliding_window", CONTEXT_MAX),
         false => Ok(absent),
     };
     match family.model_type {
-        // These have no window, whatever the fields say; Mistral has one in every layer.
+        // These have no window, regardless of the fields; Mistral has one in every layer.
         "llama" | "gemma" | "glm" | "glm4" | "glm4_moe" | "granite" | "olmo2" | "olmoe" | "deepseek_v2"
         | "deepseek_v3" | "kimi_k2" => Ok(vec![None; layers as usize]),
         "smollm3" => {
@@ -284,7 +284,7 @@ fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u
         "olmo3" | "exaone4" | "gemma3_text" | "ministral" => {
             windows_by_type(fields, family, types, window(Some(4096))?, layers)
         }
-        // by default in every second layer from the first on
+        // by default in every second layer, starting with the first
         "gpt_oss" => {
             let window = window(Some(128))?;
             match types {
@@ -292,7 +292,7 @@ fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u
                 None => Ok((0..layers).map(|layer| window.filter(|_| layer % 2 == 0)).collect()),
             }
         }
-        // one in every layer if at all
+        // in every layer or in none
         "mixtral" | "phi3" | "ministral3" => {
             let window = window(None)?;
             Ok(vec![window; layers as usize])
@@ -333,7 +333,7 @@ fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u
     }
 }
 
-/// The windows of a family whose layers have one as `layer_types` says, or else all but each one of so many.
+/// The windows of a family whose windowed layers are given by `layer_types`, or else all but every nth layer.
 fn windows_by_type(
     fields: &Fields,
     family: &Family,

@@ -457,7 +457,7 @@ fn numbers_that_no_model_has_are_refused_by_name() {
     }
 }
 
-/// The collection has the `model_type` of most known models; of others nothing is compared.
+/// The collection has the `model_type` of most known models; others are not compared.
 #[test]
 fn known_models_are_served_if_their_family_is() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/data/models.json");

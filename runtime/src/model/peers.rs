@@ -1,17 +1,17 @@
-//! Exchanges among members whose devices reach each other's memory: copies from device to device, and sums
-//! there. The host submits them behind what members compute, and waits for none.
+//! Exchanges among members whose devices reach each other's memory: copies from device to device, and sums on
+//! the devices. The host submits them behind the members' computation, without waiting.
 //!
-//! Each member pushes what it has to the others by its own queue, so behind the commands that compute it and
-//! before those that overwrite it. Queues of two devices have no order, so that who reads what was pushed to
-//! it must [follow](Queue::follow) those who push. Three rules keep this right:
+//! Each member pushes its part to the others by its own queue, so behind the commands that compute it and
+//! before those that overwrite it. Queues of two devices are unordered, so that a reader of pushed data must
+//! [follow](Queue::follow) the senders. Three rules keep this correct:
 //!
-//! - A queue follows the end of batches that were submitted before, by the same thread. So no two wait for
-//!   each other, and none for work that never comes because a member failed.
-//! - A push must not overwrite what the receiver still adds, so that there are two places for it in turn. Who
-//!   pushes for the third time has followed the end of the receiver's second push, and that was submitted
-//!   behind the receiver's first sum.
-//! - A failure is told by the queue that it happened in, and others go on with what is there. The step
-//!   waits for the last batch of each member before anybody reads a result.
+//! - A queue follows the end of batches that were submitted earlier, by the same thread. So no two queues
+//! wait for each other, and none waits for work that is never submitted because a member failed.
+//! - A push must not overwrite data that the receiver still adds, so there are two buffers in turn. A sender
+//! that pushes for the third time has followed the end of the receiver's second push, which was submitted
+//! behind the receiver's first sum.
+//! - A failure is reported by its own queue, and other queues go on with the data present. The step waits for
+//! the last batch of each member before any result is read.
 
 use super::graph::Forward;
 use mixfleet_hal::cast::to_u32;
@@ -21,15 +21,15 @@ use mixfleet_hal::{
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The most bytes that a member pushes before the others add them: a place for them is needed for each member
-/// on each, and the commands for a piece take the host as long as some megabytes take a link.
+/// Maximum bytes that a member pushes before the others add them: each member needs a buffer for every other
+/// member, and submitting a piece takes the host as long as a link takes for some megabytes.
 const PIECE_BYTES: u64 = 8 << 20;
-/// Places that are pushed to in turn.
+/// Number of buffers that are pushed to in turn.
 const TURNS: usize = 2;
-/// What trying a copy may take.
+/// Timeout of a trial copy.
 const TRY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What carries what the members of an instance exchange.
+/// Carriers of the exchanges among the members of an instance.
 pub struct Carriers<'a> {
     /// The host.
     pub host: &'a mut dyn Collective,
@@ -45,21 +45,21 @@ pub struct PeerCopies {
 
 /// Exchanges by the devices of a stage.
 struct StageCopies {
-    /// The sums of its members, if they are several.
+    /// The sums of the stage's members, if there are several.
     sums: Option<PeerSums>,
-    /// Whether its first member can push to all of the next stage.
+    /// Whether the stage's first member can push to all of the next stage.
     hands_on: bool,
 }
 
 impl PeerCopies {
-    /// Finds out which devices reach each other, by trying it, and allocates on them what sums need. What
-    /// cannot go between devices goes through the host, and the log says so, and why.
+    /// Tries which devices reach each other, and allocates memory for sums on them. Exchanges that are
+    /// impossible between devices go through the host, and the log gives the reason.
     pub fn open(stages: &[Vec<(&dyn Device, &Forward)>]) -> Self {
         Self::in_pieces(stages, PIECE_BYTES)
     }
 
-    /// The same, with at most so many bytes that a member pushes before the others add them, which results do
-    /// not depend on.
+    /// Like `open`, with at most `piece_bytes` bytes that a member pushes before the others add them; results
+    /// do not depend on it.
     pub fn in_pieces(stages: &[Vec<(&dyn Device, &Forward)>], piece_bytes: u64) -> Self {
         let of_stage = |(at, members): (usize, &Vec<(&dyn Device, &Forward)>)| {
             let sums = (members.len() > 1).then(|| PeerSums::open(members, piece_bytes));
@@ -79,7 +79,7 @@ impl PeerCopies {
         known.chain(std::iter::repeat_with(|| None))
     }
 
-    /// Whether a stage hands on between devices.
+    /// Whether a stage passes the residual stream on between devices.
     pub(super) fn hands_on(&self, stage: usize) -> bool {
         self.stages.get(stage).is_some_and(|stage| stage.hands_on)
     }
@@ -89,7 +89,7 @@ fn names(members: &[(&dyn Device, &Forward)]) -> String {
     members.iter().map(|(device, _)| &*device.info().id).collect::<Vec<_>>().join(",")
 }
 
-/// Says which way something goes.
+/// Logs the route of an exchange.
 fn told<T>(what: &str, devices: &str, found: Result<T>) -> Option<T> {
     match found {
         Ok(found) => {
@@ -103,7 +103,7 @@ fn told<T>(what: &str, devices: &str, found: Result<T>) -> Option<T> {
     }
 }
 
-/// Memory of a device for what is pushed to it.
+/// Memory of a device to which others push.
 fn place(device: &dyn Device, bytes: u64) -> Result<Slice> {
     device.alloc(bytes.max(4), BufferUsage::Activations)
 }
@@ -117,9 +117,9 @@ fn check_reach(from: &dyn Device, to: &dyn Device, memory: &Slice) -> Result<()>
     }
 }
 
-/// Pushes numbers from `source` to `target`, from where the target's queue copies them to `further`, and
-/// checks that they came: there are machines whose driver promises copies between devices that an IOMMU then
-/// drops or damages, and no call fails (NVIDIA/open-gpu-kernel-modules, issue 1257). Slices are equally long.
+/// Pushes numbers from `source` to `target`, from which the target's queue copies them to `further`, and
+/// checks that they arrived. On some machines the driver promises copies between devices that an IOMMU then
+/// drops or damages without an error (NVIDIA/open-gpu-kernel-modules, issue 1257). Slices are equally long.
 fn try_copy(
     (from, source): (&dyn Device, &Slice),
     (to, target, further): (&dyn Device, &Slice, &Slice),
@@ -146,7 +146,7 @@ fn try_copy(
     }
     let (from, to) = (&from.info().id, &to.info().id);
     Err(Error::unsupported(format!(
-        "what {from} copied to {to} did not arrive, though its driver promised it"
+        "the copy from {from} to {to} did not arrive, though the driver promised it"
     )))
 }
 
@@ -166,11 +166,11 @@ fn copy(from: &Slice, to: &Slice) -> Result<Cmd> {
     Cmd::new(OpSig::Copy { bytes: from.bytes }, &[from.clone(), to.clone()])
 }
 
-/// What a member has for sums.
+/// A member's memory for sums.
 struct Landing {
-    /// For each turn, a place for the elements of each member, its own among them.
+    /// For each turn, a buffer for the elements of each member, including its own.
     parts: [Vec<Slice>; TURNS],
-    /// The sum of some of them.
+    /// Partial sums.
     partial: Slice,
 }
 
@@ -178,7 +178,7 @@ struct Landing {
 pub(super) struct PeerSums {
     landings: Vec<Landing>,
     piece_bytes: u64,
-    /// Pieces that were summed.
+    /// Ranges of the sum that have been submitted.
     pieces: usize,
 }
 
@@ -186,7 +186,7 @@ impl PeerSums {
     /// Allocates what these members need, and tries each pair of them in both directions.
     ///
     /// # Errors
-    /// Those of the devices, and `Unsupported` if one does not reach another.
+    /// Errors of the devices, and `Unsupported` if one does not reach another.
     fn open(members: &[(&dyn Device, &Forward)], piece_bytes: u64) -> Result<Self> {
         let count = members.len();
         let longest = members.iter().map(|(_, forward)| forward.residual_memory().bytes).max().unwrap_or(0);
@@ -202,7 +202,7 @@ impl PeerSums {
             let all = (0..count).flat_map(|from| (0..count).map(move |to| (from, to)));
             all.filter(|(from, to)| from != to)
         };
-        // before anything is allocated
+        // tried before any allocation
         for (from, to) in pairs() {
             check_reach(members[from].0, members[to].0, members[to].1.residual_memory())?;
         }
@@ -217,11 +217,11 @@ impl PeerSums {
 
     /// Submits `lists` to the members' queues, and behind them the exchange of the f32 elements that each has
     /// in its slice. Returns the tickets of the last batches, and the commands that replace the elements by
-    /// their sums over the members, added in the order of members: what is submitted next must begin with
-    /// them.
+    /// their sums over the members, added in the order of members: the next list must begin with these
+    /// commands.
     ///
     /// # Errors
-    /// Those of the devices, and `Invalid` for slices of unlike lengths.
+    /// Errors of the devices, and `Invalid` for slices of different lengths.
     pub(super) fn submit(
         &mut self,
         queues: &mut [&mut dyn Queue],
@@ -253,7 +253,7 @@ impl PeerSums {
         &self.landings[member].parts[self.pieces % TURNS]
     }
 
-    /// Adds the commands by which a member gives what it has to all.
+    /// Adds the commands by which a member pushes its part to all.
     fn push(&self, member: usize, own: &Slice, list: &mut Vec<Cmd>) -> Result<()> {
         for other in 0..self.landings.len() {
             list.push(copy(own, &self.parts(other)[member].range(0, own.bytes))?);
@@ -261,7 +261,7 @@ impl PeerSums {
         Ok(())
     }
 
-    /// The commands by which a member adds what all gave it, in their order.
+    /// The commands by which a member adds the parts of all, in the order of members.
     fn add(&self, member: usize, own: &Slice) -> Result<Vec<Cmd>> {
         let parts = self.parts(member).iter().map(|part| part.range(0, own.bytes));
         let parts: Vec<Slice> = parts.collect();
@@ -270,7 +270,7 @@ impl PeerSums {
         let mut sum = parts[0].clone();
         let mut list = Vec::new();
         for (number, part) in parts.iter().enumerate().skip(1) {
-            // the first part is free once it is in a sum
+            // the first buffer is free once it has been added
             let to = match number {
                 _ if number + 1 == parts.len() => own,
                 _ if number.is_multiple_of(2) => &parts[0],
@@ -288,7 +288,7 @@ pub(super) fn submit_all(queues: &mut [&mut dyn Queue], lists: &[Vec<Cmd>]) -> R
     queues.iter_mut().zip(lists).map(|(queue, list)| queue.submit(list)).collect()
 }
 
-/// Has each queue go on when all have done what was submitted so far.
+/// Makes each queue continue when all have done the work submitted so far.
 fn meet(queues: &mut [&mut dyn Queue]) -> Result<()> {
     let ends = queues.iter_mut().map(|queue| queue.end()).collect::<Result<Vec<_>>>()?;
     for (at, queue) in queues.iter_mut().enumerate() {
@@ -298,23 +298,23 @@ fn meet(queues: &mut [&mut dyn Queue]) -> Result<()> {
     Ok(())
 }
 
-/// A matrix whose columns the members of a stage have, each its own without gaps, the first one at the start
-/// of the matrix.
+/// A matrix whose columns are divided among the members of a stage, each part contiguous, and the first one
+/// at the start of the matrix.
 pub(super) struct Columns<'a> {
     /// The matrix, on the first member.
     pub(super) whole: Slice,
     /// Its rows.
     pub(super) rows: u32,
-    /// What each member has.
+    /// Each member's part.
     pub(super) parts: &'a [Slice],
 }
 
 impl Columns<'_> {
-    /// Submits `lists` to the members' queues, behind them what puts the matrix together, and behind that
+    /// Submits `lists` to the members' queues, behind them the gathering of the matrix, and behind that
     /// `then` to the first one. Returns the tickets of the last batches.
     ///
     /// # Errors
-    /// Those of the devices.
+    /// Errors of the devices.
     pub(super) fn join(
         &self,
         queues: &mut [&mut dyn Queue],
@@ -324,7 +324,7 @@ impl Columns<'_> {
         let (rows, pitch) = (u64::from(self.rows), self.whole.bytes / u64::from(self.rows.max(1)));
         lists[0].extend(self.spread_first(rows, pitch)?);
         let mut tickets = submit_all(queues, &lists)?;
-        // where others push to, the first one may still have rows that it has not moved
+        // the buffers that others push to may overlap rows that the first member has not moved yet
         let spread = queues[0].end()?;
         let mut start = self.parts[0].bytes / rows.max(1);
         for (at, part) in self.parts.iter().enumerate().skip(1) {
@@ -343,8 +343,8 @@ impl Columns<'_> {
         Ok(tickets)
     }
 
-    /// Moves the first member's rows to where the matrix has them, the last ones first, since earlier ones
-    /// are still in the way; and a row that goes to where it overlaps itself in pieces, its end first.
+    /// Moves the first member's rows to their positions in the matrix, last rows first, since earlier ones
+    /// are still in the way. A row that overlaps its target is moved in pieces, its end first.
     fn spread_first(&self, rows: u64, pitch: u64) -> Result<Vec<Cmd>> {
         let width = self.parts[0].bytes / rows.max(1);
         let mut list = Vec::new();
@@ -361,11 +361,11 @@ impl Columns<'_> {
     }
 }
 
-/// Submits to the queue of a stage's first member copies of what it has to all members of the next stage,
-/// whose queues then follow it. Returns the ticket of the copies.
+/// Submits to the queue of a stage's first member copies of its residual stream to all members of the next
+/// stage, whose queues then follow it. Returns the ticket of the copies.
 ///
 /// # Errors
-/// Those of the devices.
+/// Errors of the devices.
 pub(super) fn hand_on(
     from: (&mut dyn Queue, &Slice),
     to: &mut [&mut dyn Queue],

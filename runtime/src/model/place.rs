@@ -18,7 +18,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::Duration;
 
-/// Time in which a device that works has copied any tensor.
+/// Timeout of a device for copying any tensor.
 const REPEAT_TIME_MAX: Duration = Duration::from_secs(60);
 
 /// Bytes per write of an upload: large enough for full copy speed, small enough for a smooth progress bar.
@@ -35,15 +35,15 @@ impl Checkpoint {
     /// # Errors
     /// When the device has too little memory or fails.
     pub fn place(&self, device: &dyn Device, progress: &mut dyn FnMut(u64, u64)) -> Result<Weights> {
-        // sinks are a part of the configuration
+        // sinks belong to the configuration
         let placed = names::tensors(&self.config).into_iter().filter(|tensor| tensor.weight != Weight::Sinks);
         let cuts = placed.map(|tensor| (tensor, Cut::Whole)).collect();
         self.place_cuts(device, cuts, Stage::whole(&self.config), progress)
     }
 
-    /// Places a member's share of all parameters: rows of the projections from the residual stream and of the
-    /// LM head in place where the device can, columns of those back to it as copies, and the embedding and
-    /// norms whole; of its own layers alone. None for a member that only attends.
+    /// Places a member's share of the parameters of its layers. Rows of the projections from the residual
+    /// stream and of the LM head stay in place where the device can; columns of those back to it are copied;
+    /// the embedding and norms are whole. None for a member that only attends.
     ///
     /// # Errors
     /// When the device has too little memory or fails.
@@ -155,7 +155,7 @@ impl Checkpoint {
                 _ if location.repeats() && cut == Cut::Whole => self.repeat(device, &mut queue, stored)?,
                 Some((import, from)) => self.used(import, location.shard, from..from + to_usize(bytes)),
                 None => {
-                    // what is widened on the way is counted as it is stored
+                    // converted tensors are counted by their stored size
                     let mut part = |part: u64| progress(done + part.min(bytes), total);
                     self.upload(device, (stored, &cut), dtype, &mut part)?
                 }
@@ -169,8 +169,8 @@ impl Checkpoint {
         Ok(with_tied_head(placed))
     }
 
-    /// Of the up-projections of latent attention, which are taken apart: how, their elements in the cut, and
-    /// the dtype of both parts. It is that of what is stored; numbers that were decoded are kept as they are.
+    /// The split of latent attention's up-projections: the layout, their elements, and the dtype of both
+    /// parts. It is the stored dtype; decoded numbers keep theirs.
     fn up_of(&self, tensor: &PlannedTensor, cut: &Cut) -> Option<(&LatentHeads, Range<usize>, DType)> {
         let latent = self.config.latent.as_ref().filter(|_| tensor.weight == Weight::KvUp)?;
         let LatentAttention { kv_rank, nope, v, .. } = latent.lengths;
@@ -180,8 +180,8 @@ impl Checkpoint {
         Some((latent, start..end, self.tensors.get(&tensor.name).map_or(DType::F32, |stored| stored.dtype)))
     }
 
-    /// Places a matrix of one of several experts, which are stored apart and are one operand: array by array
-    /// behind those of the experts before, of so many. Returns its bytes.
+    /// Places a matrix of one of several experts, which are stored apart and form one operand: array by array
+    /// behind the experts before it, of `experts`. Returns the number of bytes.
     fn place_expert(
         &self,
         device: &dyn Device,
@@ -191,7 +191,7 @@ impl Checkpoint {
     ) -> Result<u64> {
         let part = made.cut(cut).map_err(|problem| self.trouble(name, problem))?;
         let kind = match part.kind {
-            // a group of more rows than there are is one of all
+            // a group of more rows than the matrix has covers all of it
             MatrixKind::Quantised(kind) => {
                 MatrixKind::Quantised(Quantised { group_rows: kind.group_rows.min(part.rows), ..kind })
             }
@@ -255,7 +255,7 @@ impl Checkpoint {
         }
     }
 
-    /// The matrix that is made for `name`; a tied LM head is the embedding.
+    /// The derived matrix of `name`; a tied LM head is the embedding.
     fn made_for<'a>(&'a self, name: &'a str) -> Option<(&'a str, &'a MadeMatrix)> {
         let known = |name: &str| self.tensors.contains_key(name) || self.made.contains_key(name);
         let stored = if known(name) { name } else { names::EMBED };
@@ -266,7 +266,7 @@ impl Checkpoint {
         Error::tensor(Path::new("(checkpoint)"), name, problem)
     }
 
-    /// Places a matrix that is made: arrays that are stored as they are used in place, where the device can.
+    /// Places a derived matrix: arrays that are stored in their final form in place, where the device can.
     fn place_made(
         &self,
         device: &dyn Device,
@@ -361,7 +361,7 @@ impl Checkpoint {
         write_to(device, name, to, bytes, progress)
     }
 
-    /// Uploads what a tensor repeats, and lets the device copy it.
+    /// Uploads the repeated bytes of a tensor, and has the device copy them.
     fn repeat(&self, device: &dyn Device, queue: &mut Option<Box<dyn Queue>>, name: &str) -> Result<Slice> {
         let (location, period) = (&self.tensors[name], self.bytes(name).unwrap_or_default());
         let failed = |error: mixfleet_hal::Error| error.context(format!("tensor '{name}'"));
@@ -386,7 +386,7 @@ impl Checkpoint {
     }
 }
 
-/// Copies bytes to memory of their own.
+/// Copies bytes to a new buffer.
 fn write_all(device: &dyn Device, name: &str, bytes: &[u8], progress: &mut dyn FnMut(u64)) -> Result<Slice> {
     let failed = |error: mixfleet_hal::Error| error.context(format!("tensor '{name}'"));
     let slice = device.alloc(bytes.len() as u64, BufferUsage::Weights).map_err(failed)?;
@@ -394,7 +394,7 @@ fn write_all(device: &dyn Device, name: &str, bytes: &[u8], progress: &mut dyn F
     Ok(slice)
 }
 
-/// Copies bytes to memory of as many.
+/// Copies bytes to a slice of equal size.
 fn write_to(
     device: &dyn Device,
     name: &str,
@@ -413,7 +413,7 @@ fn write_to(
 }
 
 impl RandomCheckpoint {
-    /// Weights that nobody writes, for a device that takes time only: they take no host memory.
+    /// Uninitialised weights, for a device that only models time: they take no host memory.
     ///
     /// # Errors
     /// When the configuration is invalid, or the device has too little memory.
@@ -421,7 +421,7 @@ impl RandomCheckpoint {
         let (config, dtype) = (self.model_config()?, self.dtype);
         let mut placed = Weights::none(config.layers as usize);
         for PlannedTensor { shape, layer, weight, expert, .. } in names::tensors(&config) {
-            // the first of several experts takes the room of all
+            // the first of several experts takes the memory of all
             let copies = match (expert, &config.experts) {
                 (Some(1..), _) => continue,
                 (Some(0), Some(experts)) => u64::from(experts.routing.experts),
@@ -448,7 +448,7 @@ impl RandomCheckpoint {
     }
 }
 
-/// The layers of a device, and its experts of each.
+/// The layers of a device, and its experts in each.
 struct Stage {
     layers: Range<u32>,
     experts: Range<u32>,
@@ -461,7 +461,7 @@ impl Stage {
     }
 }
 
-/// The same where a tied head, unless it is a part of the embedding, is all of it.
+/// Fills a missing LM head with the embedding, to which it is tied.
 fn with_tied_head(mut placed: Weights) -> Weights {
     if placed.get(0, Weight::LastNorm).is_some() && placed.get(0, Weight::LmHead).is_none() {
         *placed.slot(0, Weight::LmHead) = placed.get(0, Weight::Embedding).cloned();

@@ -1,7 +1,7 @@
 //! `quantization_config` of a `config.json`: which matrices are quantised, and how.
 //!
-//! Activations stay as they are, whatever the field says of them, and so does KV. Everything else that would
-//! change the weights and is not known is refused by its name.
+//! Activations and KV are not quantised, regardless of the field. Every other unknown entry that would change
+//! the weights is refused by name.
 
 use super::error::Result;
 use super::fields::{Fields, read_object};
@@ -15,21 +15,21 @@ use std::path::Path;
 /// The longest side of a block that shares a scale.
 const GROUP_MAX: u32 = 1 << 16;
 
-/// What the matrices of a checkpoint are stored as.
+/// Storage of a checkpoint's matrices.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Quantisation {
     schemes: Vec<(Vec<Target>, Scheme)>,
     ignored: Vec<Target>,
 }
 
-/// Which modules an entry means.
+/// The modules to which an entry applies.
 #[derive(Clone, Debug)]
 enum Target {
     /// Every projection.
     Linear,
-    /// The module of this name, those inside of it, and those whose name ends with it.
+    /// The module of this name, modules inside it, and modules whose name ends with it.
     Name(String),
-    /// Those whose name begins as the expression says.
+    /// Modules whose name begins as the expression specifies.
     Pattern(Regex),
 }
 
@@ -80,7 +80,7 @@ impl Quantisation {
         }
     }
 
-    /// How a module's matrix is stored; none if it is not quantised.
+    /// The scheme of a module's matrix; none if it is not quantised.
     pub(super) fn scheme(&self, module: &str) -> Option<&Scheme> {
         if self.ignored.iter().any(|target| target.names(module)) {
             return None;
@@ -93,7 +93,7 @@ impl Quantisation {
         named.or_else(linear).map(|(_, scheme)| scheme)
     }
 
-    /// The first of its schemes, which stands for all in costs.
+    /// The first of the schemes, which represents all in costs.
     pub(super) fn first(&self) -> Option<&Scheme> {
         self.schemes.first().map(|(_, scheme)| scheme)
     }
@@ -182,7 +182,7 @@ fn fp8(fields: &Fields) -> Result<Quantisation> {
     Ok(Quantisation::of_all(scheme, ignored))
 }
 
-/// The experts of gpt-oss.
+/// The scheme of gpt-oss's experts.
 fn mxfp4(fields: &Fields) -> Result<Quantisation> {
     check_known(fields, &["quant_method", "modules_to_not_convert", "dequantize"])?;
     check_is(fields, "dequantize", &[false.into()])?;
@@ -220,7 +220,7 @@ fn awq(fields: &Fields) -> Result<Quantisation> {
 }
 
 fn gptq(fields: &Fields) -> Result<Quantisation> {
-    // what says how the weights were found changes nothing
+    // fields about the calibration have no effect
     check_known(
         fields,
         &[
@@ -316,7 +316,7 @@ fn compressed_tensors(fields: &Fields) -> Result<Quantisation> {
     Ok(quantisation)
 }
 
-/// What one group of compressed-tensors is.
+/// The scheme of one group of compressed-tensors.
 #[expect(clippy::too_many_lines, reason = "one arm for each published scheme")]
 fn scheme_of(group: &Fields, weights: &Fields, format: Option<&str>) -> Result<Scheme> {
     check_known(

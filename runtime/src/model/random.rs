@@ -20,8 +20,8 @@ use std::sync::Arc;
 /// Where tensors of a repeating checkpoint may begin in their pattern: a step keeps every device's alignment.
 const STEP_BYTES: usize = 256;
 
-/// Bytes that a large tensor of a repeating checkpoint repeats: a prime number of steps, so that no row of a
-/// matrix is like one of the thousands before it.
+/// Bytes after which a large tensor of a repeating checkpoint repeats: a prime number of steps, so that no
+/// row of a matrix equals one of the thousands before it.
 pub const PERIOD_BYTES: usize = 16_381 * STEP_BYTES;
 
 /// A checkpoint whose weights are derived from a seed. Its output means nothing.
@@ -43,7 +43,7 @@ impl RandomCheckpoint {
     pub fn model_config(&self) -> Result<ModelConfig> {
         let mut config = ModelConfig::parse(Path::new("config.json"), &self.config)?;
         (config.dtype, config.format) = (self.dtype, None);
-        // those of weights that nobody writes
+        // zeros, as for uninitialised weights
         let heads = config.layers as usize * config.heads as usize;
         config.sinks = config.sinks.map(|_| std::iter::repeat_n(0.0, heads).collect());
         Ok(config)
@@ -109,8 +109,8 @@ impl RandomCheckpoint {
         Ok(RandomCheckpoint { config, dtype: DType::Bf16, seed: 1 })
     }
 
-    /// The checkpoint in little host memory, for models of any size: a tensor of more than [`PERIOD_BYTES`]
-    /// repeats so many bytes, from a place of its own in a pattern, and a device copies them over and over.
+    /// The checkpoint in little host memory, for models of any size. A tensor of more than [`PERIOD_BYTES`]
+    /// repeats after that many bytes, from its own offset in a pattern, and a device copies them repeatedly.
     /// Neighbouring rows of a matrix differ, as do matrices of the same shape.
     ///
     /// # Errors
@@ -174,7 +174,7 @@ impl RandomCheckpoint {
     }
 }
 
-/// How the elements of a tensor are spread.
+/// Distribution of a tensor's elements.
 #[derive(Clone, Copy, PartialEq)]
 struct Spread {
     middle: f64,

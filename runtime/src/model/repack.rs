@@ -21,7 +21,7 @@ fn nibble(word: u32, at: usize) -> u32 {
     word >> (4 * at) & 15
 }
 
-/// Transposes a matrix `[rows, columns]` of elements of so many bytes.
+/// Transposes a matrix `[rows, columns]` of elements of `element_bytes` bytes.
 pub(super) fn transposed(bytes: &[u8], rows: usize, element_bytes: usize) -> Vec<u8> {
     let columns = bytes.len() / (rows * element_bytes).max(1);
     let mut out = Vec::with_capacity(bytes.len());
@@ -50,12 +50,12 @@ pub(super) fn awq_codes(bytes: &[u8], inputs: usize) -> Vec<u8> {
     out.into_iter().flat_map(u32::to_le_bytes).collect()
 }
 
-/// How zero points of four bits are packed into words.
+/// Packing of four-bit zero points into words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ZeroPacking {
     /// `[groups, outputs / 8]`, in AWQ's order.
     Awq,
-    /// `[groups, outputs / 8]`, in order and less one.
+    /// `[groups, outputs / 8]`, in order, minus one.
     GptqLessOne,
     /// `[outputs / 8, groups]`, in order.
     Rows,
@@ -103,14 +103,14 @@ pub(super) fn reciprocals(bytes: &[u8]) -> Vec<u8> {
     words(bytes).flat_map(|bits| (1.0 / f32::from_bits(bits)).to_le_bytes()).collect()
 }
 
-/// Rows of equal lengths, of which row i of the result is row `order(i)`.
+/// Rows of equal lengths; row i of the result is row `order(i)`.
 pub(super) fn reordered(bytes: &[u8], rows: usize, order: impl Fn(usize) -> usize) -> Vec<u8> {
     let row_bytes = bytes.len() / rows.max(1);
     (0..rows).flat_map(|row| bytes[order(row) * row_bytes..][..row_bytes].iter().copied()).collect()
 }
 
-/// The row of a GGUF file's queries or keys of a Llama that is row `row` of a checkpoint's: there a head's
-/// rows come in pairs that rope turns, here its first half before the second.
+/// The row of a GGUF file's queries or keys of a Llama that is row `row` of a checkpoint's: GGUF stores a
+/// head's rows as rotated pairs, checkpoints store the first half before the second.
 pub(super) fn unpaired(row: usize, head_dim: usize) -> usize {
     let (head, at) = (row / head_dim, row % head_dim);
     head * head_dim + at % (head_dim / 2) * 2 + at / (head_dim / 2)

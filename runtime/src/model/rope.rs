@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 const SUPPORTED: &str = "supported: default, linear, llama3, yarn, longrope";
 const CONTEXT_MAX: u32 = 1 << 30;
 
-/// How a family's rope is where its configuration does not say.
+/// Rope defaults of a family.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RopeDefaults {
     pub(super) theta: f64,
@@ -20,14 +20,14 @@ pub(super) struct RopeDefaults {
     pub(super) partial: Option<f64>,
 }
 
-/// What a rope's table is of: the numbers of a head that are rotated, and the positions.
+/// The extent of a rope's table: the numbers of a head that are rotated, and the positions.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RopeSize {
     pub(super) rotated: u32,
     pub(super) context_max: u32,
 }
 
-/// How many numbers of each head are rotated, from its first on.
+/// Number of rotated numbers of each head, from the first on.
 ///
 /// # Errors
 /// The error names the field.
@@ -68,7 +68,8 @@ pub(super) fn parse(config: &Fields, size: RopeSize, usual: RopeDefaults) -> Res
 }
 
 /// Reads the ropes of full and of sliding layers, with these defaults and the field that has the theta of
-/// sliding ones, if that is not in their own parameters. What is given once is that of full layers alone.
+/// sliding layers, if that is not in their own parameters. Parameters that are given once apply to full
+/// layers alone.
 ///
 /// # Errors
 /// The error names the field.
@@ -106,13 +107,13 @@ fn rope_kind<'a>(rope: &Fields<'a>) -> Result<&'a str> {
         Some(kind) => kind,
         None => rope.text("type")?.unwrap_or("default"),
     };
-    // what the first configurations of Phi-3 called it
+    // early configurations of Phi-3 used this name
     let is_long = kind == "su" || kind == "yarn" && rope.has("short_factor");
     Ok(if is_long { "longrope" } else { kind })
 }
 
-/// The longest context that is computed as in shorter ones: longer ones have another rope, or queries that
-/// are multiplied by a number that depends on their position. None if nothing changes.
+/// The longest context that is computed like shorter ones: beyond, another rope applies, or queries are
+/// multiplied by a number that depends on their position. None if nothing changes.
 ///
 /// # Errors
 /// The error names the field.
@@ -135,7 +136,7 @@ fn resolve(
     usual: RopeDefaults,
 ) -> Result<Rope> {
     let RopeSize { rotated, context_max } = size;
-    // Both are checked: if one is invalid, it is unclear which of them was meant.
+    // Both are checked: if one is invalid, the intended one is unclear.
     let (outer, inner) = (config.positive(theta_field)?, rope.positive("rope_theta")?);
     let theta = inner.or(outer).unwrap_or(usual.theta);
     let kind = rope_kind(rope)?;
@@ -165,8 +166,8 @@ fn resolve(
     Ok(resolved)
 }
 
-/// What scores are multiplied by beside `1/sqrt(length)`, where YaRN stretches all of it (`mscale_all_dim` of
-/// DeepSeek); 1 otherwise.
+/// Multiplier of scores besides `1/sqrt(length)`, where YaRN stretches all of it (`mscale_all_dim` of
+/// DeepSeek); otherwise 1.
 pub(super) fn score_scale(config: &Fields) -> Result<f64> {
     let (field, object) = parameters(config)?;
     let prefix = format!("{field}.");
@@ -178,13 +179,13 @@ pub(super) fn score_scale(config: &Fields) -> Result<f64> {
     Ok(magnitude * magnitude)
 }
 
-/// What YaRN multiplies scores or angles by.
+/// YaRN's multiplier of scores or angles.
 fn magnitude(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
 }
 
-/// The parameters of a configuration's rope, and the field that has them. Of those nested by layer type, one
-/// table serves all layers, so all types must agree.
+/// The parameters of a configuration's rope, and their field. If nested by layer type, one table serves all
+/// layers, so all types must agree.
 fn parameters(config: &Fields) -> Result<(&'static str, Map<String, Value>)> {
     let field = rope_field(config);
     let Some(object) = config.object(field)? else { return Ok((field, Map::new())) };
@@ -203,8 +204,8 @@ fn rope_field(config: &Fields) -> &'static str {
     if config.get("rope_scaling").is_some() { "rope_scaling" } else { "rope_parameters" }
 }
 
-/// LongRoPE (Ding et al. 2024) within the context that the model was first trained on: each frequency is
-/// divided by a factor of its own.
+/// LongRoPE (Ding et al. 2024) within the original training context: each frequency is divided by its own
+/// factor.
 fn long_rope(rope: &Fields, original: f64, context_max: u32, powers: &[f32]) -> Result<Rope> {
     const FIELD: &str = "short_factor";
     let list = rope.get(FIELD).and_then(Value::as_array).map(|list| list.as_slice()).unwrap_or_default();
@@ -228,7 +229,7 @@ fn powers(theta: f64, rotated: u32) -> Vec<f32> {
     (0..rotated / 2).map(|i| to_f32(theta).powf((2 * i) as f32 / rotated as f32)).collect()
 }
 
-/// The context that the model was trained on before its rope was stretched.
+/// The training context before rope was stretched.
 fn original_context(config: &Fields, rope: &Fields, context_max: u32) -> Result<f64> {
     const FIELD: &str = "original_max_position_embeddings";
     let original = match config.count(FIELD, CONTEXT_MAX)? {
@@ -238,7 +239,7 @@ fn original_context(config: &Fields, rope: &Fields, context_max: u32) -> Result<
     Ok(f64::from(original))
 }
 
-/// Llama 3.1 scaling: long wavelengths are stretched, short ones kept, those between are blended.
+/// Llama 3.1 scaling: long wavelengths are stretched, short ones kept, and the range between is blended.
 fn llama3(rope: &Fields, original: f64, base: Vec<f32>) -> Result<Vec<f32>> {
     let factor = to_f32(rope.positive_required("factor")?);
     let low = rope.positive_required("low_freq_factor")?;

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 /// Positions that are computed at a time, at least.
 const ROWS_MIN: u32 = 1024;
 
-/// Rows of cosines and sines for every position that KV memory has room for. They are computed as positions
-/// are reached, since a context may be long and requests short.
+/// Rows of cosines and sines for every position that fits in KV memory. They are computed as positions are
+/// reached, since a context may be long and requests short.
 #[derive(Debug)]
 pub(super) struct RopeTable {
     table: Slice, // [rows, width] f32
@@ -52,7 +52,7 @@ impl RopeTable {
         Ok(RopeTable { table, rows, width, filled: AtomicU32::new(0) })
     }
 
-    /// Those of a model: of its rope, and of the second one that some layers have.
+    /// Creates the tables of a model: of its rope, and of the second one that some layers have.
     pub(super) fn both(device: &dyn Device, config: &ModelConfig, shape: &StepShape) -> Result<RopeTables> {
         let of = |rope: &Rope| RopeTable::new(device, config, rope, shape);
         let second = config.second_rope.as_ref().map(of).transpose()?;

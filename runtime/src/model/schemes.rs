@@ -1,18 +1,18 @@
-//! How the published formats of quantised weights are stored in tensors.
+//! Tensor layouts of the published formats of quantised weights.
 
 use super::made::{MadeMatrix, MadePart, SourceTensor};
 use super::repack::{self, ZeroPacking};
 use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::{CodeKind, DType, MatrixKind, Quantised, ScaleKind, WeightFormat, ZeroKind};
 
-/// Which weights share a scale.
+/// Groups of weights that share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Granularity {
-    /// All of a matrix.
+    /// The whole matrix.
     Tensor,
     /// A row: an output feature.
     Channel,
-    /// Blocks of so many rows and columns.
+    /// Blocks of rows and columns of this size.
     Block([u32; 2]),
 }
 
@@ -31,11 +31,11 @@ pub(super) enum Scheme {
     Mxfp4,
     /// `qweight`, `qzeros`, `scales`, with input features as rows.
     Awq { group: Option<u32> },
-    /// The same, of GPTQ.
+    /// GPTQ's, with the same tensors.
     Gptq { group: Option<u32> },
 }
 
-/// A tensor that is wrong or missing: its name, and why.
+/// A faulty or missing tensor: its name, and the reason.
 pub(super) type Trouble = (String, String);
 
 /// A tensor in a file.
@@ -65,7 +65,7 @@ impl<'b> Module<'_, 'b> {
         (self.find)(&format!("{}.{tensor}", self.name))
     }
 
-    /// A tensor of one of some dtypes and shapes.
+    /// Returns a tensor of one of these dtypes and shapes.
     fn take(&self, tensor: &str, dtypes: &[&str], shapes: &[&[u64]]) -> Result<FoundTensor<'b>, Trouble> {
         let name = format!("{}.{tensor}", self.name);
         let Some(found) = self.find(tensor) else {
@@ -106,7 +106,7 @@ impl Granularity {
 }
 
 impl Scheme {
-    /// As what costs price it.
+    /// The scheme for costs.
     pub(super) fn format(&self) -> WeightFormat {
         match self {
             Scheme::Float8 { .. } => WeightFormat::Fp8,
@@ -120,7 +120,7 @@ impl Scheme {
     /// The matrix `[rows, columns]` of a module.
     ///
     /// # Errors
-    /// The tensor that is missing or unlike what the format says, and why.
+    /// The tensor that is missing or differs from the format, and the reason.
     pub(super) fn matrix<'b>(
         &self,
         module: &str,
@@ -146,11 +146,12 @@ impl Scheme {
     }
 }
 
-/// The matrices of all experts together, one below the other: `[rows, columns]` in all, of so many experts.
-/// Quantised ones are stored as they are used, in `NAME_blocks` and `NAME_scales`; others transposed.
+/// The matrices of all experts together, one below the other: `[rows, columns]` in total, of `experts`
+/// experts. Quantised ones are stored in their final form, in `NAME_blocks` and `NAME_scales`; others
+/// transposed.
 ///
 /// # Errors
-/// The tensor that is missing or unlike what the format says, and why.
+/// The tensor that is missing or differs from the format, and the reason.
 pub(super) fn fused_experts<'b>(
     scheme: Option<&Scheme>,
     name: &str,
@@ -193,8 +194,8 @@ fn kind(code: CodeKind, [group_rows, group_columns]: [u32; 2], scale: DType, zer
     Quantised { code, group_rows, group_columns, scale, zero, outer: false }
 }
 
-/// The shapes that a tensor of scales may have: `[groups of rows, groups of columns]`, or less where that is
-/// one.
+/// Valid shapes of a tensor of scales: `[groups of rows, groups of columns]`, or fewer dimensions where one
+/// of them is 1.
 fn scale_shapes(rows: u32, columns: u32, [group_rows, group_columns]: [u32; 2]) -> Vec<Vec<u64>> {
     let (down, across) = (u64::from(rows.div_ceil(group_rows)), u64::from(columns.div_ceil(group_columns)));
     let mut shapes = vec![vec![down, across]];
@@ -225,7 +226,7 @@ fn float8(
     scale: &str,
 ) -> Result<Made, Trouble> {
     let codes = module.take("weight", &["F8_E4M3"], &[&[u64::from(rows), u64::from(columns)]])?;
-    // scales of a row each may be a single one
+    // a scale per row may be stored as a single scale
     let is_one = |found: FoundTensor<'_>| found.shape.iter().product::<u64>() == 1;
     let single = granularity == Granularity::Channel && module.find(scale).is_some_and(is_one);
     let granularity = if single { Granularity::Tensor } else { granularity };

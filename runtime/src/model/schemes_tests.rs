@@ -32,7 +32,7 @@ fn the_oracle_follows_the_golden_tokens_of_each_format() {
     }
 }
 
-/// Codes are used where they are stored, if they are stored in that order; nothing is dequantised.
+/// Codes are used where they are stored, if the order matches; nothing is dequantised.
 #[test]
 fn a_device_that_imports_allocates_little_beside_the_file() {
     for fixture in fixtures_named(&FIXTURES) {
@@ -60,7 +60,7 @@ fn what_is_missing_or_of_another_shape_is_named() {
         std::fs::create_dir_all(&directory).unwrap();
         std::fs::copy(fixture.join("config.json"), directory.join("config.json")).unwrap();
         let mut bytes = std::fs::read(fixture.join("model.safetensors")).unwrap();
-        // a name of the same length that nobody asks for
+        // a name of the same length that no reader looks up
         let (quoted, other) = (format!("\"{tensor}\""), format!("\"{}\"", "x".repeat(tensor.len())));
         let at = bytes.windows(quoted.len()).position(|window| window == quoted.as_bytes()).expect(tensor);
         bytes[at..at + quoted.len()].copy_from_slice(other.as_bytes());
@@ -92,7 +92,7 @@ fn what_is_missing_or_of_another_shape_is_named() {
     }
 }
 
-/// GPTQ with `desc_act` assigns inputs to groups in another order, whatever the configuration says.
+/// GPTQ with `desc_act` assigns inputs to groups in another order, regardless of the configuration.
 #[test]
 fn inputs_in_another_order_than_their_groups_are_refused_by_the_tensor() {
     for fixture in fixtures_named(&["llama-gptq"]) {
@@ -116,7 +116,7 @@ fn inputs_in_another_order_than_their_groups_are_refused_by_the_tensor() {
     }
 }
 
-/// Codes of experts stay where they are; scales and biases are the only ones that become something else.
+/// Codes of experts are used in place; only scales and biases are converted.
 #[test]
 fn experts_in_mxfp4_take_little_beside_the_file_and_their_shares_are_disjoint() {
     for fixture in fixtures_named(&[GPT_OSS]) {
@@ -140,7 +140,7 @@ fn experts_in_mxfp4_take_little_beside_the_file_and_their_shares_are_disjoint() 
         let all = |name: &str| checkpoint.made[name].array(0, &checkpoint.shards).unwrap().to_vec();
         let [gate_up, down] =
             ["gate_up_proj", "down_proj"].map(|m| all(&format!("model.layers.1.mlp.experts.{m}")));
-        // 8 experts with 64 inner elements of 64: rows of 32 bytes, of which a member has 64 of each expert
+        // 8 experts with 64 inner elements of 64: rows of 32 bytes, of which a member has 64 per expert
         let halves = gate_up.chunks(128 * 32).map(|expert| expert.split_at(64 * 32));
         let [one, other]: [Vec<u8>; 2] = [
             halves.clone().flat_map(|h| h.0.to_vec()).collect(),

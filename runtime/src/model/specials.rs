@@ -11,10 +11,10 @@ pub(super) struct Specials {
     /// The names as the tokenizer spells them; the patterns of `whole`, in this order.
     names: Vec<String>,
     whole: AhoCorasick,
-    /// Beginnings of names, in lower case: text that ends with one may be completed by what a template
+    /// Beginnings of names, in lower case: text that ends with one may be completed by text that a template
     /// appends.
     beginnings: HashSet<Box<[u8]>>,
-    /// Ends of names, in lower case: text that starts with one may complete what a template prepends.
+    /// Ends of names, in lower case: text that starts with one may complete text that a template prepends.
     ends: HashSet<Box<[u8]>>,
     bytes_max: usize,
 }

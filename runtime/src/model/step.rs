@@ -1,4 +1,4 @@
-//! What a step is of: its limits, and a sequence's part in it.
+//! Limits of a step, and a sequence's part in it.
 
 use super::ModelConfig;
 use super::draws::DrawInput;
@@ -25,13 +25,13 @@ pub struct StepShape {
 
 impl StepShape {
     /// The largest step of the second of two batches, which has half of the sequences and no prompts; none if
-    /// there is nothing to halve.
+    /// it cannot be halved.
     pub fn of_second_batch(&self) -> Option<StepShape> {
         let sequences = self.sequences_max / 2;
         (sequences > 0).then_some(StepShape { tokens_max: sequences, sequences_max: sequences, ..*self })
     }
 
-    /// The KV of a model in such pages.
+    /// The KV layout of a model in these pages.
     pub fn kv_shape(&self, config: &ModelConfig) -> KvShape {
         config.kv_shape(self.block_tokens, self.kv)
     }
@@ -46,12 +46,12 @@ pub struct StepInput<'a> {
     pub tokens: &'a [u32],
     /// Block table for `start` and `tokens` together, with a page for each part of the layers.
     pub pages: &'a [u32],
-    /// How the token after the last new one is drawn; none if it is known or not needed.
+    /// Parameters of drawing the token after the last new one; none if it is known or not needed.
     pub draw: Option<DrawInput<'a>>,
 }
 
 impl StepInput<'_> {
-    /// It as a piece of a prompt.
+    /// The part as a piece of a prompt.
     pub(super) fn prefill(&self) -> Prefill {
         Prefill { context: self.start, tokens: to_u32(self.tokens.len()), last: self.draw.is_some() }
     }

@@ -1,8 +1,7 @@
-//! How the tensors of a model are stored: under which names, which of them are one tensor, and what norms are
-//! folded with.
+//! Storage of a model's tensors: names, fused tensors, and folded norms.
 //!
 //! A tensor that a layer needs may be rows of a stored one (q, k and v in one matrix); norms may be stored
-//! less one, and carry numbers that other places of the model would multiply by.
+//! minus one, and carry multipliers of other places of the model.
 
 use super::config::ModelConfig;
 use super::names::{self, PlannedTensor};
@@ -10,35 +9,35 @@ use mixfleet_hal::DType;
 use mixfleet_scheduler::layers::{NormPlacement, Weight};
 use std::ops::Range;
 
-/// How a family's files differ from those of Llama.
+/// Differences of a family's files from Llama's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorLayout {
-    /// Whether q, k and v are one matrix, one below the other.
+    /// Whether q, k and v are one matrix, stacked by rows.
     pub fused_qkv: bool,
-    /// Whether gate and up are one matrix, one below the other.
+    /// Whether gate and up are one matrix, stacked by rows.
     pub fused_mlp: bool,
-    /// What norms are called.
+    /// Naming of norms.
     pub norms: NormNames,
-    /// Whether norms are stored less one (Gemma).
+    /// Whether norms are stored minus one (Gemma).
     pub offset_norms: bool,
 }
 
-/// What the norms of a layer are called, and with that where they are.
+/// Naming, and so positions, of a layer's norms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormNames {
     /// `input_layernorm` and `post_attention_layernorm`, which is before the MLP.
     Llama,
-    /// The same, and `post_self_attn_layernorm` and `post_mlp_layernorm` after attention and MLP (GLM-4).
+    /// Llama's two, and `post_self_attn_layernorm` and `post_mlp_layernorm` after attention and MLP (GLM-4).
     Glm4,
     /// `input_layernorm` and `pre_feedforward_layernorm`, and after them `post_attention_layernorm` and
     /// `post_feedforward_layernorm` (Gemma 3).
     Gemma,
-    /// `post_attention_layernorm` and `post_feedforward_layernorm`, both after (OLMo 2).
+    /// `post_attention_layernorm` and `post_feedforward_layernorm`, both after the block (OLMo 2).
     Olmo,
 }
 
 impl NormNames {
-    /// Where the norms are.
+    /// Positions of the norms.
     pub(super) const fn placement(self) -> NormPlacement {
         match self {
             NormNames::Llama => NormPlacement::Before,
@@ -65,12 +64,12 @@ impl NormNames {
 }
 
 impl TensorLayout {
-    /// Every tensor apart, and norms as in Llama.
+    /// Separate tensors, and norms as in Llama.
     pub const LLAMA: TensorLayout =
         TensorLayout { fused_qkv: false, fused_mlp: false, norms: NormNames::Llama, offset_norms: false };
 }
 
-/// What stored norms are changed by before they are used: `(w + offset) * factor`.
+/// The change of stored norms before use: `(w + offset) * factor`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct NormFold {
     offset: f32,
@@ -87,17 +86,17 @@ impl NormFold {
     }
 }
 
-/// Where a planned tensor is in a checkpoint.
+/// Position of a planned tensor in a checkpoint.
 #[derive(Clone, Debug)]
 pub(super) struct StoredTensor {
     pub(super) name: String,
     pub(super) shape: Vec<u64>,
-    /// The rows of it that are the planned tensor, if it is not all of it.
+    /// The rows that form the planned tensor, if not all.
     pub(super) rows: Option<Range<u64>>,
     pub(super) fold: Option<NormFold>,
 }
 
-/// Where a planned tensor of a model is in a checkpoint.
+/// Finds the planned tensors of a model in a checkpoint.
 pub(super) fn stored_tensor(config: &ModelConfig, tensor: &PlannedTensor) -> StoredTensor {
     let fold = fold_of(config, tensor.weight);
     let part = fused_rows(config, tensor.weight).zip(tensor.layer).filter(|_| tensor.expert.is_none());
@@ -110,7 +109,7 @@ pub(super) fn stored_tensor(config: &ModelConfig, tensor: &PlannedTensor) -> Sto
     StoredTensor { name: names::in_layer(layer as usize, name), shape, rows: Some(rows), fold }
 }
 
-/// The tensors of a checkpoint, each once, with the first weight that is made of it.
+/// The tensors of a checkpoint, each once, with the first weight that is derived from it.
 pub(super) fn stored_tensors(config: &ModelConfig) -> Vec<(StoredTensor, Weight)> {
     let mut all: Vec<(StoredTensor, Weight)> = Vec::new();
     for planned in names::tensors(config) {
@@ -123,7 +122,7 @@ pub(super) fn stored_tensors(config: &ModelConfig) -> Vec<(StoredTensor, Weight)
     all
 }
 
-/// Rows of a tensor of several matrices: from `first` on, of so many.
+/// Rows of a tensor of several matrices: from `first` on, of `of` in all.
 struct FusedRows {
     name: &'static str,
     first: u64,
@@ -147,7 +146,7 @@ fn fused_rows(config: &ModelConfig, weight: Weight) -> Option<FusedRows> {
     }
 }
 
-/// What a stored norm is changed by; none if it is used as it is.
+/// The change of a stored norm; none if it is used unchanged.
 fn fold_of(config: &ModelConfig, weight: Weight) -> Option<NormFold> {
     let factor = match weight {
         Weight::LastNorm => config.scales.last_norm,

@@ -1,5 +1,5 @@
-//! What a configuration says of a family's layers beyond the shape of a Llama: which layers are rotated, and
-//! by which numbers the residual stream, scores and logits are multiplied.
+//! A configuration's differences from Llama's layers besides the shape: which layers are rotated, and the
+//! multipliers of the residual stream, scores and logits.
 
 use super::config::Rope;
 use super::error::Result;
@@ -10,8 +10,8 @@ use mixfleet_hal::cast::to_f32;
 use mixfleet_scheduler::layers::{LayerRope, LayerStyle, NormPlacement};
 use serde_json::Value;
 
-/// Numbers that layers multiply by, as the residual stream is kept: it is divided by what the family
-/// multiplies blocks by, since the norms that read it do not see that (their epsilon is divided, too).
+/// Multipliers of layers for a normalised residual stream: it is divided by the family's multiplier of
+/// blocks, since norms of the stream cancel the division (their epsilon is divided, too).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ModelScales {
     /// Epsilon of the norms of the residual stream.
@@ -27,12 +27,12 @@ pub struct ModelScales {
 }
 
 impl ModelScales {
-    /// Those of a model that multiplies by nothing.
+    /// Multipliers of a model without any.
     pub(super) fn none(norm_eps: f32) -> Self {
         ModelScales { stream_eps: norm_eps, embedding: 1.0, branch: 1.0, last_norm: 1.0, score: 1.0 }
     }
 
-    /// Reads those of a family.
+    /// Reads the multipliers of a family.
     ///
     /// # Errors
     /// The error names the field.
@@ -70,13 +70,13 @@ impl ModelScales {
         }
     }
 
-    /// The rope that carries the factor of scores.
+    /// The rope with the factor of scores.
     pub(super) fn scaled(&self, rope: Rope) -> Rope {
         Rope { scale: rope.scale * self.score.sqrt(), ..rope }
     }
 }
 
-/// The ropes of a model: that of all layers, or of those that are not rotated by the second one.
+/// The ropes of a model: the rope of all layers, or of layers that the second one does not rotate.
 pub(super) struct ModelRopes {
     pub(super) main: Rope,
     pub(super) second: Option<Rope>,
@@ -84,7 +84,7 @@ pub(super) struct ModelRopes {
 }
 
 impl ModelRopes {
-    /// Reads those of a family whose layers have these windows.
+    /// Reads the ropes of a family whose layers have these windows.
     ///
     /// # Errors
     /// The error names the field.
@@ -125,7 +125,7 @@ impl ModelRopes {
     }
 }
 
-/// Which layers `no_rope_layers`, or else `no_rope_layer_interval`, leaves without rope. A 0 means without.
+/// Layers that `no_rope_layers`, or else `no_rope_layer_interval`, leaves without rope. A 0 means without.
 fn bare_layers(fields: &Fields, layers: usize) -> Result<Vec<LayerRope>> {
     const FIELD: &str = "no_rope_layers";
     let of = |is_rotated: bool| if is_rotated { LayerRope::Main } else { LayerRope::Absent };
@@ -151,8 +151,8 @@ pub(super) fn layer_style(family: &Family, scales: &ModelScales, ropes: Vec<Laye
     }
 }
 
-/// Fields that change what a model computes, and the values with which they do not. A family reads some of
-/// them; the others are refused where they have another value.
+/// Fields that change a model's computation, and their neutral values. A family reads some of them; the
+/// others are refused where they have another value.
 const EFFECTS: [(&str, Harmless, &[&str]); 20] = [
     ("embedding_multiplier", Harmless::One, &["granite"]),
     ("residual_multiplier", Harmless::One, &["granite"]),
@@ -176,7 +176,7 @@ const EFFECTS: [(&str, Harmless, &[&str]); 20] = [
     ("rotary_dim", Harmless::None, &[]),
 ];
 
-/// A value with which a field changes nothing, beside its absence.
+/// A neutral value of a field, besides absence.
 #[derive(Clone, Copy)]
 enum Harmless {
     /// Absence alone.

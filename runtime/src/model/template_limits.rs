@@ -1,4 +1,4 @@
-//! Refuses templates that recurse or allocate without end in ways that steps do not count.
+//! Refuses templates that recurse or allocate without bound in ways that steps do not count.
 
 use super::error::{Error, Result};
 use minijinja::ErrorKind;
@@ -33,7 +33,7 @@ pub(super) fn check_namespaces(source: &str) -> Result<()> {
 
 /// A tag that sets a variable or an attribute.
 struct SetTag<'a> {
-    /// What comes before the equals sign.
+    /// The text before the equals sign.
     target: &'a [Token<'a>],
     value: &'a [Token<'a>],
 }
@@ -133,7 +133,7 @@ fn text_length(text: &str, quote: char) -> usize {
     text.len()
 }
 
-/// Refuses a format with a width or precision that takes much memory, or that comes from a value.
+/// Refuses a format with a width or precision that takes much memory, or that is computed from a value.
 pub(super) fn check_widths(text: &str) -> std::result::Result<(), minijinja::Error> {
     let digits = text.split(|letter: char| !letter.is_ascii_digit()).map(str::len).max().unwrap_or(0);
     let is_taken = text.contains('*') && text.contains('%') || text.contains(":{");
@@ -170,7 +170,7 @@ mod tests {
             "{%- set ns = namespace(last=messages|length - 1, ns=1) -%}{% set ns.last = ns.last + 1 %}{{ ns['last'] }}",
             "{% set ns = namespace() %}{% if ns is defined and x.ns == 'ns' %}{{ f(ns=1) }}{# ns #} ns {% endif %}",
             "{{ tool.namespace }}{{ 'namespace(' }}",
-            // as published templates have it
+            // as in published templates
             "{% set ns = namespace(n=0) %}{% macro m(s) %}{% set s.n = s.n + 1 %}{% endmacro %}{{ m(ns) }}{{ m(s=ns) }}",
             "{% macro m(functions, namespace='f') %}{{ 'namespace ' + namespace }}{% endmacro %}",
         ] {

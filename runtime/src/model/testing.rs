@@ -20,7 +20,7 @@ impl FileMapper for ReadFiles {
     }
 }
 
-/// The fixture checkpoints, or none, with a message, if this clone has none beside it.
+/// The fixture checkpoints, or none, with a message, if this clone lacks them.
 pub(super) fn fixtures() -> Vec<PathBuf> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/fixtures");
     let names = ["llama-gqa-f32", "llama3-rope-bf16-sharded", "qwen3-qknorm-tied-bf16"];

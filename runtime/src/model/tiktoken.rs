@@ -1,11 +1,11 @@
 //! Kimi's tokenizer: a file `tiktoken.model` of tokens and their ranks, and names of special tokens in
 //! `tokenizer_config.json`.
 //!
-//! Such a tokenizer joins the two neighbours whose bytes together are the token of lowest rank, again and
-//! again. The library's BPE joins pairs by the order of a list instead, so the list has every division of
-//! every token into two others, by the rank of the whole, as transformers' `TikTokenConverter` makes it. Both
-//! give the same tokens unless two overlapping pairs make the same bytes, where one takes the left pair and
-//! the other the one whose left part has the lower rank.
+//! Such a tokenizer repeatedly joins the two neighbours whose joined bytes are the token of lowest rank. The
+//! library's BPE joins pairs by the order of a list instead, so the list has every division of every token
+//! into two others, by the rank of the whole, as transformers' `TikTokenConverter` makes it. Both give the
+//! same tokens unless two overlapping pairs make the same bytes: one takes the left pair, the other the pair
+//! whose left part has the lower rank.
 
 use super::byte_level::byte_symbol;
 use super::error::{Error, Result};
@@ -32,13 +32,13 @@ const CLASS: &str = "TikTokenTokenizer";
 const BYTES_MAX: u64 = 64 << 20;
 /// Maximum length of a token in bytes. The number of its divisions grows with it.
 const TOKEN_BYTES_MAX: usize = 1024;
-/// Number of ids after the last rank that are special tokens, whether they have names or not.
+/// Number of ids after the last rank that are special tokens, with or without names.
 const RESERVED: u32 = 256;
 /// Bound well above any real number of special tokens.
 const SPECIALS_MAX: u32 = 1 << 16;
 
-/// What text is divided into before tokens are joined: runs of Han characters, words by case with a
-/// character before them, up to three digits, other signs, and white space.
+/// Pattern of the pieces that tokens are joined in: runs of Han characters, words by case with a character
+/// before them, up to three digits, other signs, and white space.
 const PATTERN: &str = concat!(
     r"[\p{Han}]+",
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*",
@@ -109,7 +109,7 @@ fn entry(line: &[u8]) -> std::result::Result<(Vec<u8>, u32), String> {
     Ok((token, rank.ok_or("its rank is not a whole number of 32 bits")?))
 }
 
-/// The special tokens, by id from that after the last rank on.
+/// The special tokens, by id from the one after the last rank.
 fn specials(config: &Fields, tokens: &[Vec<u8>]) -> Result<Vec<AddedToken>> {
     const FIELD: &str = "added_tokens_decoder";
     if let Some(class) = config.text("tokenizer_class")?.filter(|class| *class != CLASS) {
@@ -136,7 +136,7 @@ fn specials(config: &Fields, tokens: &[Vec<u8>]) -> Result<Vec<AddedToken>> {
         named.remove(&id).unwrap_or_else(reserved)
     };
     let all: Vec<AddedToken> = (first..end).map(of).collect();
-    // The library gives a token that it knows by this name the id that it has already.
+    // For a name that the library knows, it returns the existing id.
     let mut seen: HashMap<&str, u32> = HashMap::new();
     let spelled: HashMap<String, u32> = tokens.iter().map(|token| spelling(token)).zip(0..).collect();
     for (id, token) in (first..).zip(&all) {
@@ -165,7 +165,7 @@ fn build(tokens: &[Vec<u8>], specials: Vec<AddedToken>) -> tokenizers::Result<to
         merges.extend(pairs.into_iter().map(|(.., left, right)| (spelling(left), spelling(right))));
     }
     let vocab: Vocab = tokens.iter().map(|token| spelling(token)).zip(0..).collect();
-    // a word that is a token is taken as such, whatever it is joined from
+    // a word that is a token is not divided, regardless of merges
     let model = BPE::builder().vocab_and_merges(vocab, merges).ignore_merges(true).build()?;
     let bytes = ByteLevel::new(false, true, false);
     let words = Split::new(SplitPattern::Regex(PATTERN.into()), SplitDelimiterBehavior::Isolated, false)?;

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
 
-/// Names as Kimi has them: some ids have none, and one is no special token.
+/// Names as in Kimi's files: some ids have none, and one is not a special token.
 fn names(first: usize) -> Value {
     let token =
         |content: &str, special: bool| json!({"content": content, "special": special, "lstrip": false});
@@ -31,12 +31,12 @@ fn opened(name: &str, tokens: &[Vec<u8>]) -> Tokenizer {
     Tokenizer::open(&written(name, &lines(tokens), &names(tokens.len()))).expect("a tokenizer")
 }
 
-/// All bytes, in an order of their own, and `joined` tokens each of which joins two others.
+/// All bytes, in their own order, and `joined` tokens each of which joins two others.
 fn joined(seed: u64, joined: usize) -> Vec<Vec<u8>> {
     let mut random = Stream::new(seed);
     let mut tokens: Vec<Vec<u8>> =
         (0..=255).map(|byte: u8| vec![byte.wrapping_mul(167).wrapping_add(11)]).collect();
-    // more often of the letters that the texts below have
+    // more often from the letters of the texts below
     let common: Vec<usize> =
         (0..256).filter(|rank| b"abcn \xC3\xA9\xE8\xA7".contains(&tokens[*rank][0])).collect();
     while tokens.len() < 256 + joined {

@@ -17,29 +17,29 @@ const REPLACEMENT: char = '\u{FFFD}';
 /// Maximum size of a `tokenizer.json` in bytes: published ones stay below 40 MB.
 const FILE_BYTES_MAX: u64 = 512 << 20;
 
-/// Maximum factor by which a tokenizer may make text longer before it divides it, and after it joins it
-/// again: that of published ones is below 100.
+/// Maximum factor by which a tokenizer may lengthen text before dividing it, and after joining it again:
+/// published ones stay below 100.
 const GROWTH_MAX: usize = 256;
-/// Maximum number of bytes that it may add.
+/// Maximum number of bytes that such a step may add.
 const ADDED_BYTES_MAX: usize = 1024;
 
 /// Maximum number of tokens that a stream holds back while their text may still change. A character takes
-/// four byte tokens; longer runs come from models that emit meaningless bytes.
+/// four byte tokens; longer runs are meaningless bytes.
 const HELD_TOKENS_MAX: usize = 64;
 
 /// A tokenizer that is cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     inner: Arc<tokenizers::Tokenizer>,
-    /// Whether its vocabulary spells bytes as printable characters (GPT-2, Llama 3, Qwen).
+    /// Whether the vocabulary spells bytes as printable characters (GPT-2, Llama 3, Qwen).
     byte_level: bool,
     specials: Arc<Specials>,
     bytes_max: Arc<OnceLock<Option<usize>>>,
 }
 
 impl Tokenizer {
-    /// Reads `tokenizer.json` of a checkpoint directory and the tokens that stand in `tokenizer_config.json`
-    /// alone, or else `tiktoken.model`, or what a GGUF file says of its tokens.
+    /// Reads `tokenizer.json` of a checkpoint directory and the tokens that only `tokenizer_config.json` has,
+    /// or else `tiktoken.model`, or the tokens of a GGUF file.
     ///
     /// # Errors
     /// When the file is missing or not a tokenizer.
@@ -102,11 +102,11 @@ impl Tokenizer {
         self.specials.clone()
     }
 
-    /// Checks that `ids`, made of `text`, hold no special token more often than its name is in `text`: a
-    /// normaliser, or a vocabulary that lists special tokens as words, may make more of them.
+    /// Checks that `ids`, encoded from `text`, contain no special token more often than its name occurs in
+    /// `text`: a normaliser, or a vocabulary that lists special tokens as words, may produce more.
     ///
     /// # Errors
-    /// When they do.
+    /// When some special token does.
     pub fn check_specials(&self, ids: &[u32], text: &str, add_special_tokens: bool) -> Result<()> {
         let mut allowed: HashMap<u32, usize> = HashMap::new();
         for (name, count) in self.specials.names().iter().zip(self.specials.counts(text)) {
@@ -114,7 +114,7 @@ impl Tokenizer {
         }
         let added = if add_special_tokens { self.encode("")? } else { Vec::new() };
         added.iter().for_each(|id| *allowed.entry(*id).or_default() += 1);
-        // Text without a token of its own becomes this one.
+        // Text without a token of its own becomes the unknown token.
         let unknown = self.inner.get_model().tokenize("\u{10FFFF}").unwrap_or_default();
         for id in ids.iter().filter(|id| unknown.iter().all(|token| token.id != **id)) {
             let Some(left) = allowed.get_mut(id) else { continue };
@@ -126,8 +126,8 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// Positions in `text` where [`encode_marked`](Self::encode_marked) needs a mark to make no special token
-    /// of it, alone or together with text before or after it.
+    /// Positions in `text` where [`encode_marked`](Self::encode_marked) needs a mark to prevent special
+    /// tokens, alone or together with text before or after it.
     pub fn special_places(&self, text: &str) -> Vec<usize> {
         self.specials.places(text)
     }
@@ -163,7 +163,7 @@ impl Tokenizer {
         encode().map_err(|error| Error::Tokenizer(error.to_string()))
     }
 
-    /// The maximum number of bytes of text that one token can stand for; none if there is no limit, as where
+    /// The maximum number of bytes of text that one token can represent; none without a limit, as where
     /// unknown text of any length becomes one token.
     pub fn token_bytes_max(&self) -> Option<usize> {
         *self.bytes_max.get_or_init(|| self.find_bytes_max())
@@ -177,7 +177,7 @@ impl Tokenizer {
             return None;
         }
         let shrinks = shrinks_by(&parts["normalizer"])?;
-        // If a byte has no token, text may vanish or be one unknown token, however long it is.
+        // If a byte has no token, text of any length may vanish or become one unknown token.
         let spelled = |byte: u8| match self.byte_level {
             true => Some(byte_symbol(byte).to_string()),
             false => (parts["byte_fallback"] == true).then(|| format!("<0x{byte:02X}>")),
@@ -206,8 +206,8 @@ impl Tokenizer {
         self.inner.decode(ids, !specials).map_err(|e| Error::Tokenizer(e.to_string()))
     }
 
-    /// The bytes that one token stands for by itself, including special tokens, as `logprobs` shows them.
-    /// They may be only a part of a character; a word keeps the space before it. Empty for an unknown id.
+    /// The bytes that one token represents by itself, including special tokens, as `logprobs` shows them.
+    /// They may be a part of a character; a word keeps the space before it. Empty for an unknown id.
     pub fn token_bytes(&self, id: u32) -> Vec<u8> {
         let Some(token) = self.inner.id_to_token(id) else { return Vec::new() };
         let added = self.inner.get_added_vocabulary().get_added_tokens_decoder().contains_key(&id);
@@ -223,7 +223,7 @@ impl Tokenizer {
         }
     }
 
-    /// Whether a token stands for no text, as the beginning of a prompt or the end of a turn does.
+    /// Whether a token represents no text, such as the beginning of a prompt or the end of a turn.
     pub fn is_special(&self, id: u32) -> bool {
         let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
         added.get(&id).is_some_and(|token| token.special)
@@ -258,8 +258,8 @@ impl Tokenizer {
         self.inner.to_string(false).map_err(|e| Error::Tokenizer(e.to_string()))
     }
 
-    /// The token as the vocabulary spells it, if it stands for text, which means that it is known and not
-    /// special, unless `specials` stand for text too.
+    /// The token as the vocabulary spells it, if it represents text: it is known and, unless `specials` count
+    /// as text, not special.
     fn visible_token(&self, id: u32, specials: bool) -> Option<String> {
         let token = self.inner.id_to_token(id)?;
         let special = self.inner.get_added_vocabulary().is_special_token(&token);
@@ -286,8 +286,8 @@ pub struct TokenStream {
     tokenizer: Tokenizer,
     /// Whether special tokens show.
     specials: bool,
-    /// The tokens of `emitted`, then those held back. The former are decoded along with the latter because
-    /// sentencepiece decoders drop the space before the first token they are given.
+    /// The tokens of `emitted`, then the held-back tokens. All are decoded together because sentencepiece
+    /// decoders drop the space before the first token of their input.
     ids: Vec<u32>,
     /// Number of `ids` that belong to `emitted`.
     read: usize,
@@ -355,7 +355,7 @@ impl serde::Serialize for PartsOf<'_> {
     }
 }
 
-/// Refuses a step that can make text too many times as long, and so take memory without a bound.
+/// Refuses a step that can lengthen text by more than the maximum, and so take unbounded memory.
 fn check_growth(step: &str, parts: &serde_json::Value) -> Result<()> {
     let growth = grows_by(parts);
     if growth.factor <= GROWTH_MAX && growth.added_bytes <= ADDED_BYTES_MAX {
@@ -368,7 +368,7 @@ fn check_growth(step: &str, parts: &serde_json::Value) -> Result<()> {
     )))
 }
 
-/// How much longer a step can make text, in bytes.
+/// Maximum lengthening of text by a step, in bytes.
 struct Growth {
     factor: usize,
     added_bytes: usize,

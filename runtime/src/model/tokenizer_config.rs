@@ -1,5 +1,4 @@
-//! What `tokenizer_config.json` says of a checkpoint's tokens: the one that ends an answer, and those that
-//! stand nowhere else.
+//! Tokens in `tokenizer_config.json`: the one that ends an answer, and tokens that no other file has.
 
 use super::error::{Error, Result};
 use super::fields::{Fields, read_object_if_present};
@@ -19,7 +18,7 @@ const TOKENIZER_BYTES_MAX: u64 = 512 << 20;
 /// Bound well above any real vocabulary.
 const ID_MAX: u32 = 1 << 24;
 
-/// The tokens of a `tokenizer.json`, and nothing else of it.
+/// The tokens of a `tokenizer.json`.
 #[derive(Deserialize)]
 struct Listed {
     #[serde(default)]
@@ -43,8 +42,8 @@ struct Vocabulary {
     vocab: HashMap<String, u32>,
 }
 
-/// The id of the token that a checkpoint directory's tokenizer names as the end of an answer; none where it
-/// names none, or one that the vocabulary lacks.
+/// The id of the token that a checkpoint directory's tokenizer names as the end of an answer; none without
+/// one, or if the vocabulary lacks it.
 ///
 /// # Errors
 /// The error names the file and the field.
@@ -70,7 +69,7 @@ pub(super) fn end_of_answer(directory: &Path) -> Result<Option<u32>> {
         return Ok(None);
     }
     let bytes = files::read(&file, TOKENIZER_BYTES_MAX).map_err(|e| Error::read(&file, e))?;
-    // a file that is no tokenizer is refused where the tokenizer is opened
+    // an invalid tokenizer is refused where the tokenizer is opened
     let listed = serde_json::from_slice::<Listed>(&bytes).map(|listed| listed.added_tokens);
     if let Some(token) = listed.unwrap_or_default().into_iter().find(|token| token.content == name) {
         return Ok(Some(token.id));
@@ -79,7 +78,7 @@ pub(super) fn end_of_answer(directory: &Path) -> Result<Option<u32>> {
     Ok(words.ok().and_then(|words| words.get(&name).copied()))
 }
 
-/// The text of a token, which is a string or an object with it.
+/// The text of a token, which is a string or an object.
 fn content<'a>(fields: &Fields<'a>, field: &str) -> Result<Option<&'a str>> {
     match fields.get(field) {
         None => Ok(None),

@@ -10,7 +10,7 @@ fn streamed(tokenizer: &Tokenizer, ids: &[u32]) -> (String, Vec<String>) {
     (parts.concat(), parts)
 }
 
-/// A sentencepiece-style tokenizer with byte fallback, as Llama 2 and Mistral have.
+/// A sentencepiece-style tokenizer with byte fallback, as in Llama 2 and Mistral.
 fn sentencepiece() -> Tokenizer {
     let words = ["<s>", "▁", "▁Hello", "▁world", "lo", ",", "▁▁"].map(String::from);
     let bytes = (0..=255).map(|byte| format!("<0x{byte:02X}>"));
@@ -143,8 +143,8 @@ fn truncation_of_the_file_is_not_obeyed() {
     assert_eq!(tokenizer.encode_chat("a long prompt").expect("encodes").len(), 13);
 }
 
-/// Truncates runs of bytes that are longer than a stream holds back, which may decode differently; no real
-/// text has them.
+/// Truncates runs of bytes that are longer than a stream holds back, which may decode differently; they do
+/// not occur in text.
 fn with_short_byte_runs(ids: Vec<u32>) -> Vec<u32> {
     ids.chunks(HELD_TOKENS_MAX / 2).flat_map(|chunk| chunk.iter().copied().chain([3])).collect()
 }
@@ -198,7 +198,7 @@ fn a_mark_keeps_special_tokens_text_and_changes_nothing_else() {
             let name = tokenizer.id_to_token(*id).expect("a name");
             let text = format!("Hello, {name} world");
             let encoded = tokenizer.encode_chat(&text).expect("encodes");
-            assert!(encoded.contains(id), "{name} is special where nobody minds");
+            assert!(encoded.contains(id), "{name} is special without a mark");
             let mut marked = text.clone();
             for place in tokenizer.special_places(&text).into_iter().rev() {
                 marked.insert(place, MARK);
@@ -207,7 +207,7 @@ fn a_mark_keeps_special_tokens_text_and_changes_nothing_else() {
             assert!(!plain.iter().any(|id| special.contains(id)), "{name}: {plain:?}");
             assert_eq!(tokenizer.decode(&plain).expect("decodes"), text);
         }
-        // Where a mark separates nothing the tokens are the same, wherever it is.
+        // Where a mark separates nothing the tokens are the same, at any position.
         let text = "Hello, world of 1 and 角";
         let encoded = tokenizer.encode(text).expect("encodes");
         for (at, _) in text.char_indices() {
@@ -232,7 +232,7 @@ fn no_token_stands_for_more_bytes_than_are_told() {
             assert!(tokens * bytes_max >= text.len(), "{text}: {tokens} tokens of {bytes_max} bytes at most");
         }
     }
-    // Some words are unknown, however long they are, so there is no bound.
+    // Unknown words may have any length, so there is no bound.
     let words = serde_json::json!({"version": "1.0", "pre_tokenizer": {"type": "Whitespace"},
         "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1}, "unk_token": "[UNK]"}});
     let inner = tokenizers::Tokenizer::from_bytes(words.to_string()).expect("a tokenizer");

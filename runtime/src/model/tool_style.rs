@@ -1,6 +1,6 @@
-//! How models write calls of tools, as their templates show.
+//! Styles of tool calls, as chat templates show them.
 
-/// How a model writes calls of tools.
+/// The style of a model's tool calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ToolStyle {
     /// Each call between `<tool_call>` and `</tool_call>`, a JSON object with `name` and `arguments`
@@ -9,36 +9,36 @@ pub enum ToolStyle {
     /// The whole answer is a JSON object with `name` and arguments, several separated by `;`, or an array
     /// of such objects (Llama 3).
     Bare {
-        /// Whether arguments are called `parameters`, and not `arguments`.
+        /// Whether arguments are called `parameters` instead of `arguments`.
         parameters: bool,
     },
-    /// An array of such objects, behind or between marks (Mistral up to v7, Granite 3, Nemotron 2,
-    /// MiniMax M1).
+    /// An array of such objects, behind or between marks (Mistral up to v7, Granite 3, Nemotron 2, MiniMax
+    /// M1).
     Listed(ListMarks),
     /// `[TOOL_CALLS]name[ARGS]{..}` (Mistral from v11).
     Named,
     /// Python calls in brackets (Llama 4), or between marks too (LFM2).
     Pythonic {
-        /// Whether `<|tool_call_start|>` and `<|tool_call_end|>` stand around them.
+        /// Whether `<|tool_call_start|>` and `<|tool_call_end|>` enclose them.
         marked: bool,
     },
     /// `<tool_call>name`, then `<arg_key>` and `<arg_value>` in turn (GLM 4.5 and later).
     KeysAndValues,
     /// `<function=name>` and `<parameter=key>` between tags (Qwen3-Coder, Nemotron 3, Seed-OSS).
     FunctionTags {
-        /// Whether the outer tag is `seed:tool_call`, and not `tool_call`.
+        /// Whether the outer tag is `seed:tool_call` instead of `tool_call`.
         seed: bool,
     },
     /// `<invoke name="..">` and `<parameter name="..">` between tags of MiniMax M2.
     Invoked,
-    /// The same between tags of DeepSeek V3.2 and V4.
+    /// Like `Invoked`, between tags of DeepSeek V3.2 and V4.
     InvokedDsml {
-        /// Whether the outer tag is `tool_calls`, and not `function_calls`.
+        /// Whether the outer tag is `tool_calls` instead of `function_calls`.
         calls: bool,
     },
     /// Between DeepSeek's marks: the name and arguments.
     DeepSeek {
-        /// Whether arguments stand in a fenced block (V3, R1), and not as they are (V3.1).
+        /// Whether arguments are in a fenced block (V3, R1), or plain (V3.1).
         fenced: bool,
     },
     /// Between Kimi K2's marks: `functions.name:0` and arguments.
@@ -51,7 +51,7 @@ pub enum ToolStyle {
     Harmony,
 }
 
-/// What stands around a list of calls.
+/// Marks around a list of calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ListMarks {
     /// `[TOOL_CALLS]` before it.
@@ -68,7 +68,7 @@ pub enum ListMarks {
     MiniMax,
 }
 
-/// What ids of calls a template takes.
+/// Format of call ids in a template.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CallIds {
     /// Any.
@@ -83,11 +83,11 @@ pub enum CallIds {
 /// The marks of a style.
 #[derive(Clone, Copy, Debug)]
 pub struct CallMarks {
-    /// What begins a call, or a list of calls.
+    /// Beginning of a call, or of a list of calls.
     pub open: &'static str,
-    /// What ends it; the end of the answer where it is empty.
+    /// End of a call or list; the end of the answer where it is empty.
     pub close: &'static str,
-    /// What stands around all calls and is no text.
+    /// Marks around all calls that are not text.
     pub around: &'static [&'static str],
 }
 
@@ -136,7 +136,7 @@ impl ToolStyle {
         CallMarks { open, close, around }
     }
 
-    /// Marks that may be special tokens, which answers otherwise show no text of.
+    /// Marks that may be special tokens, which answers otherwise hide.
     pub fn shown(self) -> Vec<&'static str> {
         let CallMarks { open, close, around } = self.marks();
         let inner: &[&str] = match self {
@@ -155,7 +155,7 @@ impl ToolStyle {
         marks.filter(|mark| !mark.is_empty()).collect()
     }
 
-    /// The style of a template; none if it knows no tools, or its style is none of these.
+    /// The style of a template; none if it has no tools, or an unknown style.
     pub(super) fn of(source: &str) -> Option<Self> {
         let has = |text: &str| source.contains(text);
         if !has("tools") {
@@ -223,7 +223,7 @@ impl ToolStyle {
         (has("\"parameters\":") && !has("tool_name")).then_some(ToolStyle::Bare { parameters: true })
     }
 
-    /// The ids that a template with this source takes.
+    /// The format of call ids in a template with this source.
     pub fn ids(self) -> CallIds {
         match self {
             ToolStyle::Listed(ListMarks::Mistral) | ToolStyle::Named => CallIds::Nine,

@@ -1,13 +1,13 @@
-//! Which tensors of a checkpoint's files are read: one that nothing reads is an error, since answers would be
-//! those of another model.
+//! Finds unread tensors of a checkpoint's files: an unread one is an error, since answers would be another
+//! model's.
 
 use super::config::ModelConfig;
 use super::{names, stored, wrapped};
 use std::borrow::Cow;
 use std::collections::HashSet;
 
-/// What the arrays of a quantised module are called, and numbers beside them that change nothing here:
-/// activations stay as they are, and so does KV.
+/// Names of a quantised module's arrays, and of numbers beside them without effect here: activations and KV
+/// are not quantised.
 const ARRAYS: [&str; 18] = [
     "weight_scale",
     "weight_scale_inv",
@@ -28,10 +28,10 @@ const ARRAYS: [&str; 18] = [
     "v_scale",
     "output_scale",
 ];
-/// The same of the matrices of all experts together.
+/// Such names for the matrices of all experts together.
 const FUSED: [&str; 2] = ["_blocks", "_scales"];
-/// Ends of tensors that follow from the configuration: frequencies, and what earlier versions of transformers
-/// kept of positions and of the causal mask.
+/// Ends of the names of tensors that follow from the configuration: frequencies, and positions and causal
+/// masks of earlier versions of transformers.
 const DERIVED: [&str; 8] = [
     ".inv_freq",
     ".rotary_emb.cos_cached",
@@ -43,19 +43,19 @@ const DERIVED: [&str; 8] = [
     ".self_attn.attn.kv_scale",
 ];
 
-/// What tensors a model reads.
+/// The tensors that a model reads.
 pub(super) struct ReadTensors {
     planned: HashSet<String>,
-    /// Layers from this one on are those that only draft tokens, where the configuration says that there are
-    /// some; none are read.
+    /// First layer of those that only draft tokens, where the configuration has some; none of these are read.
     drafts: Option<u32>,
     tied: bool,
-    /// Whether the model is inside of one that also takes images.
+    /// Whether the model is inside a multimodal one.
     wrapped: bool,
 }
 
 impl ReadTensors {
-    /// Those of a model, with layers that draft tokens behind its own if so, and inside of another one if so.
+    /// The tensors of a model, optionally with draft layers after its own, and optionally inside a multimodal
+    /// model.
     pub(super) fn of(config: &ModelConfig, drafts: bool, wrapped: bool) -> Self {
         let planned = stored::stored_tensors(config).into_iter().map(|(tensor, _)| tensor.name).collect();
         ReadTensors {
@@ -66,7 +66,7 @@ impl ReadTensors {
         }
     }
 
-    /// The name of a stored tensor in this model; none if another part of the whole one has it.
+    /// The name of a stored tensor in this model; none if another part of the whole model has it.
     pub(super) fn text_name<'a>(&self, name: &'a str) -> Option<Cow<'a, str>> {
         if self.wrapped { wrapped::text_name(name) } else { Some(Cow::Borrowed(name)) }
     }

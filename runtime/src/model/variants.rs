@@ -5,14 +5,14 @@ use super::random::RandomCheckpoint;
 use mixfleet_hal::DType;
 use serde_json::{Value, json};
 
-/// [`tiny_variants`] without those of latent attention, which is given no devices of its own, and whose KV
-/// cannot be codes of eight bits.
+/// [`tiny_variants`] without those of latent attention, which supports no separate attention devices and no
+/// KV of eight bits.
 pub fn plain_variants() -> Vec<(&'static str, RandomCheckpoint)> {
     let all = tiny_variants().into_iter();
     all.filter(|(_, random)| !random.config.contains_key("kv_lora_rank")).collect()
 }
 
-/// Small checkpoints (10 to 40 thousand parameters) of every variant that devices divide as they do Llama.
+/// Small checkpoints (10 to 40 thousand parameters) of every variant that devices divide like Llama.
 ///
 /// Each has its name; [`styled_variants`] has the other variants.
 #[expect(clippy::too_many_lines, reason = "one list of small checkpoints")]

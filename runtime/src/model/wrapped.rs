@@ -1,31 +1,31 @@
-//! Text models inside of models that also take images: their configuration is `text_config`, and their
-//! tensors have a prefix. Images are not served, and what only they use is not read.
+//! Text models inside multimodal models: their configuration is `text_config`, and their tensors have a
+//! prefix. Images are not supported, and tensors that only images use are not read.
 
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 
-/// Families with a text model inside.
+/// Families that contain a text model.
 const WRAPPERS: [&str; 2] = ["gemma3", "mistral3"];
-/// Fields of the whole model that hold for its text as well, unless that says otherwise.
+/// Fields of the whole model that also apply to the text model, unless overridden there.
 const SHARED: [&str; 6] =
     ["dtype", "torch_dtype", "eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config"];
-/// What the tensors of text begin with, and what they are called in a text model.
+/// Prefix of the text model's tensors, and the prefix in a plain text model.
 const PREFIXES: [(&str, &str); 3] = [
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 ];
-/// What the tensors of images begin with.
+/// Prefixes of the image tensors.
 const OF_IMAGES: [&str; 4] =
     ["vision_tower.", "model.vision_tower.", "multi_modal_projector.", "model.multi_modal_projector."];
 
-/// Whether a configuration is that of a model with a text model inside.
+/// Whether a configuration contains a text model.
 pub(super) fn is_wrapped(object: &Map<String, Value>) -> bool {
     let family = object.get("model_type").and_then(Value::as_str);
     family.is_some_and(|family| WRAPPERS.contains(&family)) && object.contains_key("text_config")
 }
 
-/// The configuration of the text model, which is all of it in most models.
+/// The configuration of the text model, which is the whole configuration for most models.
 pub(super) fn text_config(object: &Map<String, Value>) -> Cow<'_, Map<String, Value>> {
     let Some(text) = object.get("text_config").and_then(Value::as_object).filter(|_| is_wrapped(object))
     else {
@@ -38,14 +38,14 @@ pub(super) fn text_config(object: &Map<String, Value>) -> Cow<'_, Map<String, Va
         }
     }
     if object["model_type"] == "gemma3" {
-        // defaults of its configuration class, which its files leave out
+        // defaults of the configuration class, which files leave out
         let defaults = json!({"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
             "num_attention_heads": 8, "vocab_size": 262_208, "model_type": "gemma3_text"});
         for (field, value) in defaults.as_object().into_iter().flatten() {
             text.entry(field.clone()).or_insert_with(|| value.clone());
         }
     }
-    // the class is that of the whole model
+    // the class is the whole model's
     text.remove("architectures");
     Cow::Owned(text)
 }

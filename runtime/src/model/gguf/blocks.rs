@@ -5,7 +5,7 @@ use super::grids;
 use super::kinds::GgmlKind;
 use half::f16;
 
-/// An array of quantised weights that is made of blocks.
+/// An array of quantised weights that blocks are decoded to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BlockPart {
     Codes,
@@ -15,20 +15,20 @@ pub(super) enum BlockPart {
     Supers,
 }
 
-/// The numbers that IQ4_NL and IQ4_XS have for codes.
+/// The values of the codes of IQ4_NL and IQ4_XS.
 const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
 /// Weights of a super-block.
 const SUPER: usize = 256;
 
-/// The weights of a super-block of a lattice: each an integer, times the scale of its group.
+/// The weights of a super-block of a lattice type: each an integer, times the scale of its group.
 struct Lattice {
     integers: [i8; SUPER],
-    /// Those of groups of 16 or of 32.
+    /// Integers of groups of 16 or of 32.
     scales: [f32; 16],
 }
 
 impl GgmlKind {
-    /// Appends what a block has of an array.
+    /// Appends a block's part of an array.
     ///
     /// Low nibbles of 16 bytes are weights 0 to 15 and high ones 16 to 31, of Q4_K and Q5_K likewise of 32
     /// bytes and 64 weights, whose bit i of `qh` belongs to 32 weights i. Pairs of bits of Q2_K, Q3_K, Q6_K
@@ -70,7 +70,7 @@ impl GgmlKind {
         }
     }
 
-    /// The same of types with integer scales and codes of 4 to 6 bits.
+    /// Like `append`, for types with integer scales and codes of 4 to 6 bits.
     fn append_large(self, block: &[u8], part: BlockPart, out: &mut Vec<u8>) {
         use BlockPart::{Codes, High, Scales, Supers, Zeros};
         use GgmlKind as Kind;
@@ -115,7 +115,7 @@ impl GgmlKind {
         }
     }
 
-    /// The same of types with integer scales and other codes.
+    /// Like `append`, for types with integer scales and other codes.
     fn append_small(self, block: &[u8], part: BlockPart, out: &mut Vec<u8>) {
         use BlockPart::{Codes, Scales, Supers, Zeros};
         use GgmlKind as Kind;
@@ -128,7 +128,7 @@ impl GgmlKind {
             (Kind::Q3K, Scales) => out.extend(scales_of_q3(&block[96..108])),
             (Kind::Q3K, Codes) => {
                 let low = pairs_of_bits(&block[32..96]);
-                // -4 to 3 about the middle, which is 8: a third bit that is not set means 4 less
+                // -4 to 3 about the middle, which is 8: a clear third bit means 4 less
                 let code = |(at, low): (usize, u8)| low + 4 + ((block[at % 32] >> (at / 32) & 1) << 2);
                 put_pairs(low.enumerate().map(code), out);
             }
@@ -226,7 +226,7 @@ impl Lattice {
         self.integers[at..at + integers.len()].copy_from_slice(integers);
     }
 
-    /// Eight weights of IQ1_S or IQ1_M: -1, 0 or 1, and an eighth more or less.
+    /// Eight weights of IQ1_S or IQ1_M: -1, 0 or 1, plus or minus an eighth.
     fn put_third(&mut self, at: usize, index: usize, is_less: bool) {
         let eighth = if is_less { -1 } else { 1 };
         self.put(at, &grids::IQ1_S.entry(index).map(|third| 8 * third + eighth));
@@ -239,7 +239,7 @@ impl Lattice {
         }
     }
 
-    /// IQ1_M, whose f16 is divided among the high bits of its four words of scales.
+    /// IQ1_M, whose f16 scale is split among the high bits of its four words of scales.
     fn iq1_m(&mut self, block: &[u8]) {
         let words: [u16; 4] =
             std::array::from_fn(|i| u16::from_le_bytes([block[48 + 2 * i], block[49 + 2 * i]]));
@@ -256,7 +256,7 @@ impl Lattice {
     }
 }
 
-/// Twice a number and one.
+/// Returns twice a number plus one.
 fn odd(number: u32) -> f32 {
     mixfleet_hal::cast::to_f32(f64::from(2 * number + 1))
 }
@@ -265,7 +265,7 @@ fn word(bytes: &[u8]) -> u32 {
     bytes.first_chunk().map_or(0, |word| u32::from_le_bytes(*word))
 }
 
-/// Eight signs of seven bits: there is an even number of them.
+/// Eight signs from seven bits: the number of negative signs is even.
 fn even_signs(packed: u32) -> u8 {
     let seven = packed & 127;
     (seven | (seven.count_ones() & 1) << 7).to_le_bytes()[0]
@@ -276,19 +276,19 @@ fn signed<const N: usize>(numbers: [i8; N], signs: u8) -> [i8; N] {
     std::array::from_fn(|i| if signs >> i & 1 == 0 { numbers[i] } else { -numbers[i] })
 }
 
-/// The numbers of IQ4_NL: low nibbles first, then high ones.
+/// The values of IQ4_NL: low nibbles first, then high ones.
 fn iq4(bytes: &[u8]) -> impl Iterator<Item = u8> + '_ {
     let number = |code: u8| IQ4[usize::from(code & 15)].cast_unsigned();
     bytes.iter().map(move |byte| number(*byte)).chain(bytes.iter().map(move |byte| number(byte >> 4)))
 }
 
-/// Two bits of each weight: of 32 bytes the lowest two of all, then the next.
+/// Two bits per weight: the lowest bits of all 32 bytes first, then the next bits.
 fn pairs_of_bits(bytes: &[u8]) -> impl Iterator<Item = u8> + '_ {
     (0..4 * bytes.len()).map(|at| bytes[at / 128 * 32 + at % 32] >> (at % 128 / 32 * 2) & 3)
 }
 
-/// The codes of TQ1_0, -1 to 1 about the middle, which is 8: five powers of three in a byte, as a fraction of
-/// 256, of which the first ones of 32 bytes come first.
+/// The codes of TQ1_0, -1 to 1 about the middle, which is 8: five base-3 digits in a byte, as a fraction of
+/// 256; the first digits of 32 bytes come first.
 fn tq1_codes(block: &[u8]) -> impl Iterator<Item = u8> + '_ {
     let parts = [(&block[..32], 5), (&block[32..48], 5), (&block[48..52], 4)];
     let code = |byte: u8, power: u8| ((u16::from(byte.wrapping_mul(power)) * 3) >> 8).to_le_bytes()[0] + 7;

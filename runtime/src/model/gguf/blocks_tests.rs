@@ -4,12 +4,12 @@ use super::*;
 use mixfleet_hal::{HostMemory, MatrixKind};
 use std::sync::Arc;
 
-/// Columns of the row, and those whose weights are restated.
+/// Columns of the row, and columns with restated weights.
 const COLUMNS: usize = 256;
 const AT: [usize; 6] = [0, 1, 37, 100, 130, 255];
 
-/// Of each type: where a block has f16 numbers, weights of a row at [`AT`], and the sum of all weights times
-/// 1 to 7 in turn, which the `gguf` package 0.19 gives for the bytes of [`row`].
+/// Per type: offset of f16 numbers in a block, weights of a row at [`AT`], and the sum of all weights times 1
+/// to 7 in turn, which the `gguf` package 0.19 gives for the bytes of [`row`].
 #[rustfmt::skip]
 const EXPECTED: [(Kind, &[usize], [f64; 6], f64); 23] = [
     (Kind::Q4_0, &[0], [0.199951171875, 0.39990234375, 0.10003662109375, -0.6009521484375, -0.1002197265625, 0.70281982421875], -45.57806396484375),
@@ -37,7 +37,7 @@ const EXPECTED: [(Kind, &[usize], [f64; 6], f64); 23] = [
     (Kind::Nvfp4, &[], [-0.0, -0.0, -0.009765625, 0.021484375, -4.125, -2.625], -40.255859375),
 ];
 
-/// A row of blocks of bytes that are a formula of their place, with f16 numbers that are no infinities.
+/// A row of blocks with bytes computed from their positions, and finite f16 numbers.
 fn row(kind: Kind, halves: &[usize]) -> Vec<u8> {
     let byte = |i: usize| (((i * i * 31 + i * 7 + (i >> 3) * 57) ^ (i >> 5)) & 255) as u8;
     let blocks = COLUMNS / kind.columns() as usize;

@@ -1,4 +1,4 @@
-//! The configuration that a GGUF file describes, as that of a checkpoint.
+//! Converts the metadata of a GGUF file to the configuration of a checkpoint.
 
 use super::super::config::ModelConfig;
 use super::super::error::{Error, Result};
@@ -9,15 +9,15 @@ use mixfleet_hal::DType;
 use mixfleet_hal::cast::{to_f32, to_u32};
 use serde_json::{Map, Value, json};
 
-/// A supported architecture, and the `model_type` that it is here.
+/// A supported architecture, and the corresponding `model_type`.
 struct GgufArchitecture {
     name: &'static str,
     model_type: &'static str,
-    /// The `model_type` if it has experts; none if it never does.
+    /// The `model_type` for files with experts; none if the architecture never has any.
     with_experts: Option<&'static str>,
-    /// Those of [`UNSUPPORTED`] that are read here.
+    /// Keys of [`UNSUPPORTED`] that are read for this architecture.
     reads: &'static [&'static str],
-    /// Whether a part of a head may be rotated.
+    /// Whether rope may rotate only a part of a head.
     partial_rope: bool,
 }
 
@@ -49,19 +49,19 @@ const PATTERN: &str = "attention.sliding_window_pattern";
 
 /// Factors that divide the frequencies of rope (Llama 3).
 const ROPE_FACTORS: &str = "rope_freqs.weight";
-/// The same of Phi-3, of contexts up to the one that it was first trained on.
+/// Phi-3's factors for contexts up to the original one.
 const SHORT_FACTORS: &str = "rope_factors_short.weight";
 
-/// Tensors that are read with the configuration, and those that only longer contexts than the model's use.
+/// Tensors that are read with the configuration, and tensors for contexts beyond the model's.
 pub(super) const OF_ROPE: [&str; 3] = [ROPE_FACTORS, SHORT_FACTORS, "rope_factors_long.weight"];
 
-/// The factors that divide the frequencies of rope, if the file has some.
+/// The factors that divide the frequencies of rope, if the file has any.
 pub(super) fn rope_factors(gguf: &GgufFile) -> Option<(&'static str, &GgufTensor)> {
     OF_ROPE[..2].iter().find_map(|name| Some((*name, gguf.tensors.get(*name)?)))
 }
 
-/// Keys behind the architecture's name that change what a model computes, and that are read by nothing here:
-/// refused where they have an effect.
+/// Keys after the architecture's name that change the computation and are not read: refused where they have
+/// an effect.
 const UNSUPPORTED: [&str; 38] = [
     "activation.situ_beta",
     "adapters.count",
@@ -131,7 +131,7 @@ impl ArchitectureKeys<'_> {
     }
 }
 
-/// The configuration that a GGUF file describes.
+/// Returns the configuration that a GGUF file describes.
 ///
 /// # Errors
 /// The error names the key that is missing or not supported.
@@ -234,7 +234,7 @@ fn shape(keys: &ArchitectureKeys, architecture: &GgufArchitecture) -> Result<Map
     Ok(object.as_object().cloned().unwrap_or_default())
 }
 
-/// The fields that one architecture alone has, and the family if they tell it.
+/// The fields of one architecture alone, and the family if they determine it.
 fn family_fields(
     keys: &ArchitectureKeys,
     model_type: &'static str,
@@ -264,7 +264,7 @@ fn family_fields(
                 json!({"sliding_window": window, "layer_types": types, "rope_local_base_freq": theta});
             ("olmo3", fields)
         }
-        // llama.cpp takes windows for those of the model of 64 layers alone
+        // llama.cpp assumes windows for the model of 64 layers alone
         "exaone4" => {
             let layers = keys.required("block_count")?;
             match layers {
@@ -280,7 +280,7 @@ fn family_fields(
     Ok((model_type, fields.as_object().cloned().unwrap_or_default()))
 }
 
-/// Whether each layer has a window: as a list says, or all but each one of so many.
+/// Whether each layer has a window: from a list, or all but every nth layer.
 fn layer_types(keys: &ArchitectureKeys) -> Result<Vec<&'static str>> {
     let of = |slides: bool| if slides { "sliding_attention" } else { "full_attention" };
     let own = keys.float("rope.freq_base_swa")?;
@@ -303,7 +303,7 @@ fn experts(keys: &ArchitectureKeys, architecture: &GgufArchitecture) -> Result<O
     let Some(model_type) = architecture.with_experts else {
         return Err(keys.error("expert_count", format!("{count}, and this architecture has no experts here")));
     };
-    // what the weights of a token's experts are multiplied by, and whether they add up to one
+    // the multiplier of a token's expert weights, and whether they are normalised to one
     for name in ["expert_weights_scale", "expert_weights_norm"] {
         if keys.gguf.has_effect(&keys.key(name)) && model_type == "qwen2_moe" {
             return Err(keys.error(name, "not supported in a GGUF file of this architecture"));
@@ -333,7 +333,7 @@ fn experts(keys: &ArchitectureKeys, architecture: &GgufArchitecture) -> Result<O
     Ok(fields.as_object().cloned())
 }
 
-/// `rope_scaling` as `config.json` has it.
+/// `rope_scaling` in the format of `config.json`.
 fn rope_scaling(keys: &ArchitectureKeys) -> Result<Option<Value>> {
     let factor = keys.float("rope.scaling.factor")?.or(keys.float("rope.scale_linear")?);
     let factor = factor.filter(|factor| *factor != 0.0);
@@ -345,7 +345,7 @@ fn rope_scaling(keys: &ArchitectureKeys) -> Result<Option<Value>> {
         return Err(keys.error("rope.scaling.attn_factor", "not supported without yarn"));
     }
     match (kind.unwrap_or("linear"), factor) {
-        // the tensors of factors say the rest
+        // the tensors of factors hold the rest
         ("linear" | "longrope", None) if is_long => Ok(None),
         ("none", _) | ("linear", None) => Ok(None),
         ("linear", Some(factor)) => Ok(Some(json!({"rope_type": "linear", "factor": factor}))),
@@ -376,7 +376,7 @@ fn rope_scaling(keys: &ArchitectureKeys) -> Result<Option<Value>> {
     }
 }
 
-/// Divides the frequencies by a tensor of factors; without the file's bytes they stay as they are.
+/// Divides the frequencies by a tensor of factors; without the file's bytes they stay unchanged.
 fn divide_frequencies(
     gguf: &GgufFile,
     config: &mut ModelConfig,
@@ -392,7 +392,7 @@ fn divide_frequencies(
     for (frequency, factor) in frequencies.iter_mut().zip(DType::F32.decode(stored.unwrap_or_default())) {
         *frequency /= to_f32(factor);
         if !(frequency.is_finite() && *frequency > 0.0) {
-            return Err(Error::tensor(&gguf.file, name, format!("{factor} is no factor")));
+            return Err(Error::tensor(&gguf.file, name, format!("{factor} is not a valid factor")));
         }
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Small GGUF files of families whose layers differ from Llama's: what is read of their keys and tensors.
+//! Small GGUF files of families whose layers differ from Llama's: parsed keys and tensors.
 
 use super::files_tests::Small;
 use mixfleet_hal::RotaryPart;
@@ -18,7 +18,7 @@ fn multipliers_of_granite_are_read() {
     let scales = checkpoint.config.scales;
     assert_eq!((scales.embedding, scales.last_norm, scales.score), (24.0, 0.125, 0.5));
     assert!((scales.stream_eps / 4e-5 - 1.0).abs() < 1e-6);
-    // the last norm carries what logits are divided by
+    // the last norm carries the divisor of logits
     let norm = checkpoint.values("model.norm.weight").expect("a norm");
     assert_eq!((norm[0], norm[1]), (0.5 / 8.0, f64::from((0.5f32 + 1.0 / 1024.0) / 8.0)));
     let error = file.flag("granite.rope.scaling.finetuned", false).open("granite-bare").unwrap_err();

@@ -1,4 +1,4 @@
-//! The header of a GGUF file: metadata and the places of tensors, each checked against the file's length
+//! The header of a GGUF file: metadata and positions of tensors, each checked against the file's length
 //! before it is used.
 
 use super::super::error::{Error, Result};
@@ -9,12 +9,12 @@ use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// The largest header that is read: a vocabulary of 256,000 tokens takes less than 16 MiB.
+/// Maximum size of a header: a vocabulary of 256,000 tokens takes less than 16 MiB.
 const HEADER_BYTES_MAX: u64 = 128 << 20;
-/// The shortest key or tensor in a header, which bounds how many there can be.
+/// Minimum size of a key or tensor entry in a header, which bounds their number.
 const ENTRY_BYTES_MIN: u64 = 12;
 const DIMENSIONS_MAX: u32 = 4;
-/// Files that a model may be divided into.
+/// Maximum number of files of a model.
 const FILES_MAX: u64 = 10_000;
 const MAGIC: &[u8; 4] = b"GGUF";
 
@@ -31,9 +31,9 @@ pub(super) enum GgufValue {
     Float(f64),
     Flag(bool),
     Text(String),
-    /// Texts of an array.
+    /// An array of texts.
     Texts(Vec<String>),
-    /// Numbers of an array.
+    /// An array of numbers.
     Numbers(Vec<f64>),
 }
 
@@ -44,13 +44,13 @@ pub(super) struct GgufTensor {
     /// Rows and columns; a vector is a row.
     pub(super) rows: u64,
     pub(super) columns: u64,
-    /// The file that it is in, of those that a model is divided into.
+    /// The index of the file, in a model of several files.
     pub(super) shard: usize,
-    /// Its bytes in the file.
+    /// Range of the tensor's bytes in the file.
     pub(super) range: Range<usize>,
 }
 
-/// What a GGUF file says of itself, with the tensors of the other files if the model is divided into several.
+/// The metadata of a GGUF file, with the tensors of all files of a model.
 #[derive(Clone, Debug)]
 pub(in super::super) struct GgufFile {
     pub(super) file: PathBuf,
@@ -58,13 +58,13 @@ pub(in super::super) struct GgufFile {
     pub(super) tensors: HashMap<String, GgufTensor>,
 }
 
-/// A header that is being read.
+/// A header that is being parsed.
 struct Reader<'a, R> {
     file: &'a Path,
     source: R,
     at: u64,
     end: u64,
-    /// What is being read, in words.
+    /// Description of the part that is being parsed.
     part: String,
 }
 
@@ -123,7 +123,7 @@ impl<R: Read> Reader<'_, R> {
         String::from_utf8(bytes).map_err(wrong)
     }
 
-    /// A number of entries, each of at least so many bytes.
+    /// Reads a number of entries of at least `least` bytes each.
     fn count(&mut self, what: &str, least: u64) -> Result<usize> {
         let count = self.u64()?;
         if count > self.left() / least {
@@ -198,16 +198,15 @@ impl GgufFile {
         Self::read(file, std::io::BufReader::new(opened), length, length)
     }
 
-    /// Reads the header at the beginning of `bytes`, of a file of so many bytes.
+    /// Parses the header at the beginning of `bytes`, of a file of `length` bytes.
     ///
     /// # Errors
-    /// When the header is damaged or lies, when a tensor exceeds the file or has a type that is not
-    /// supported.
+    /// When the header is damaged or inconsistent, when a tensor exceeds the file or has an unsupported type.
     pub(in super::super) fn parse(file: &Path, bytes: &[u8], length: u64) -> Result<Self> {
         Self::read(file, bytes, bytes.len() as u64, length)
     }
 
-    /// Reads the header of a file of `length` bytes from a source of so many.
+    /// Parses the header of a file of `length` bytes from the first `bytes` bytes.
     fn read(file: &Path, source: impl Read, bytes: u64, length: u64) -> Result<Self> {
         let mut reader =
             Reader { file, source, at: 0, end: bytes.min(HEADER_BYTES_MAX), part: "the beginning".into() };
@@ -259,8 +258,8 @@ impl GgufFile {
         Ok(gguf)
     }
 
-    /// The other files of a model that is divided into several (`NAME-00001-of-00003.gguf`), whose first this
-    /// is; none of any other.
+    /// The other files of a model that is divided into several (`NAME-00001-of-00003.gguf`), of which this is
+    /// the first; none for a single file.
     ///
     /// # Errors
     /// When this is not the first file, or its name does not say which part it is.
@@ -273,7 +272,7 @@ impl GgufFile {
         let name = self.file.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
         let named = |part: u64| format!("-{part:05}-of-{count:05}.gguf");
         if self.number("split.no")?.unwrap_or(0) != 0 {
-            let problem = format!("this is a later one of {count} files: name the first one, *{}", named(1));
+            let problem = format!("this is a later one of {count} files: give the first one, *{}", named(1));
             return Err(self.error("split.no", problem));
         }
         let Some(stem) = name.strip_suffix(&named(1)).filter(|_| count <= FILES_MAX) else {
@@ -286,7 +285,7 @@ impl GgufFile {
     /// Adds the tensors of another file of the same model.
     ///
     /// # Errors
-    /// When it is another part than its place says, or has tensors that are there.
+    /// When its number differs from the name's, or a tensor occurs twice.
     pub(super) fn join(&mut self, other: GgufFile, shard: usize) -> Result<()> {
         let number = other.number("split.no")?;
         if number != Some(shard as u64) {
@@ -325,7 +324,7 @@ impl GgufFile {
         Error::Field { file: self.file.clone(), field: key.to_owned(), problem: problem.into() }
     }
 
-    /// Whether a key is there and says anything but none, zero, false or one.
+    /// Whether a key is present with a value other than none, zero, false or one.
     pub(super) fn has_effect(&self, key: &str) -> bool {
         match self.values.get(key) {
             None => false,
@@ -406,7 +405,7 @@ impl GgufFile {
     }
 }
 
-/// Reads a tensor's entry: its name, what it is with as many bytes as it needs, and its offset in the data.
+/// Parses a tensor's entry: name, shape, type and offset in the data.
 fn info(reader: &mut Reader<impl Read>) -> Result<(String, GgufTensor, u64)> {
     let name = reader.text()?;
     let dimensions = reader.u32()?;

@@ -1,4 +1,4 @@
-//! Small GGUF files, written here: what is read of them, and what they are refused for.
+//! Small GGUF files, written here: parsed content, and refused content.
 
 use super::super::testing::{ReadFiles, scratch};
 use super::super::{Checkpoint, ModelConfig, Result, Tokenizer};
@@ -41,7 +41,7 @@ impl Small {
         self.key(name, 7, &[u8::from(value)])
     }
 
-    /// The same with another architecture, whose name its keys begin with.
+    /// The file with another architecture, whose name prefixes the keys.
     pub(super) fn of_architecture(mut self, name: &str) -> Self {
         for (key, _) in &mut self.keys {
             if let Some(rest) = key.strip_prefix("llama.") {
@@ -73,7 +73,7 @@ impl Small {
         self
     }
 
-    /// A llama of one layer with 16 tokens, whose last ones are `named`.
+    /// A llama of one layer with 16 tokens, the last ones `named`.
     pub(super) fn llama(named: &[&str]) -> Self {
         let mut tokens: Vec<String> = ('a'..='p').map(String::from).collect();
         for (token, name) in tokens.iter_mut().rev().zip(named) {
@@ -136,7 +136,7 @@ impl Small {
         std::fs::write(file, self.bytes()).unwrap();
     }
 
-    /// Written to a file of its own and opened.
+    /// Writes the file and opens it.
     pub(super) fn open(&self, name: &str) -> Result<Checkpoint> {
         let directory = scratch(name);
         let file = directory.join("small.gguf");

@@ -5,7 +5,7 @@
 
 use std::sync::LazyLock;
 
-/// A table: numbers of an entry, and what an index of a number stands for.
+/// A table: numbers per entry, and the value of each index.
 pub(super) struct CodebookGrid<const N: usize>(Vec<[i8; N]>);
 
 impl<const N: usize> CodebookGrid<N> {
@@ -28,7 +28,7 @@ impl<const N: usize> CodebookGrid<N> {
         CodebookGrid(indices.chunks(N).map(entry).collect())
     }
 
-    /// The numbers of an entry; zeros behind the last one.
+    /// The numbers of an entry, padded with zeros.
     pub(super) fn entry(&self, at: usize) -> [i8; N] {
         self.0.get(at).copied().unwrap_or([0; N])
     }
@@ -54,7 +54,7 @@ pub(super) static IQ3_XXS: LazyLock<CodebookGrid<4>> =
 pub(super) static IQ3_S: LazyLock<CodebookGrid<4>> =
     LazyLock::new(|| CodebookGrid::read(IQ3_S_HEX, &[1, 3, 5, 7, 9, 11, 13, 15]));
 
-/// Table of IQ1_S and IQ1_M, which have the same: 2048 entries.
+/// Table of IQ1_S and IQ1_M: 2048 entries.
 pub(super) static IQ1_S: LazyLock<CodebookGrid<8>> =
     LazyLock::new(|| CodebookGrid::read(IQ1_S_HEX, &[-1, 0, 1]));
 

@@ -1,4 +1,4 @@
-//! The types that ggml gives tensors, and what each becomes on a device.
+//! Tensor types of ggml, and the device layout of each.
 //!
 //! | becomes | types | bits a weight on a device (in the file) |
 //! |---|---|---|
@@ -14,7 +14,7 @@
 //! | codes of 4 bits, an f16 scale of 256 | TQ1_0, TQ2_0 | 4.1 (1.7, 2.1) |
 //! | E2M1 with powers of two, or E4M3 scales | MXFP4; NVFP4 | 4.5 (4.25; 4.5) |
 //!
-//! Each of these is exact: a weight on a device is the number that the type stands for.
+//! Each conversion is exact: a weight on a device is the number in the file.
 
 use mixfleet_hal::{CodeKind, DType, Quantised, ScaleKind, ZeroKind};
 
@@ -81,7 +81,7 @@ const ALL: [Described; 26] = [
     Described(GgmlKind::Nvfp4, 40, "NVFP4", 64, 36),
 ];
 
-/// Names of types that no weights are read of here: their number in files, and why.
+/// Type names without readable weights: their number in files, and the reason.
 const OTHERS: [(u32, &str); 9] = [
     (9, "Q8_1"),
     (15, "Q8_K"),
@@ -111,7 +111,7 @@ impl GgmlKind {
         ALL.iter().map(|described| described.0)
     }
 
-    /// Returns the name of a ggml type id, also of types that are not read.
+    /// Returns the name of a ggml type id, also of unsupported types.
     pub(super) fn name_of(number: u32) -> String {
         let known = ALL.iter().find(|described| described.1 == number).map(|described| described.2);
         let known = known.or_else(|| OTHERS.iter().find(|other| other.0 == number).map(|other| other.1));
@@ -119,11 +119,11 @@ impl GgmlKind {
     }
 
     fn described(self) -> &'static Described {
-        // every type is in the table, which a test shows
+        // every type is in the table, as a test shows
         ALL.iter().find(|described| described.0 == self).unwrap_or(&ALL[0])
     }
 
-    /// Its name.
+    /// Name of the type.
     pub(super) fn name(self) -> &'static str {
         self.described().2
     }
@@ -138,7 +138,7 @@ impl GgmlKind {
         self.described().4
     }
 
-    /// The dtype, if weights are numbers one by one.
+    /// The dtype, if weights are not quantised.
     pub(super) fn plain(self) -> Option<DType> {
         match self {
             GgmlKind::F32 => Some(DType::F32),
@@ -148,7 +148,7 @@ impl GgmlKind {
         }
     }
 
-    /// What it becomes, if weights are quantised.
+    /// The quantised layout, if weights are quantised.
     pub(super) fn quantised(self) -> Option<Quantised> {
         use CodeKind::{I8, U4, U5, U6};
         use GgmlKind as Kind;

@@ -19,11 +19,10 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Opens a GGUF file as a checkpoint; its tensors stay where they are until they are placed.
+/// Opens a GGUF file as a checkpoint; tensors stay in the mapped file until they are placed.
 ///
 /// # Errors
-/// The error names the file and the key or tensor that is missing, damaged or not supported, or that nothing
-/// here reads.
+/// The error names the file and the key or tensor that is missing, damaged, not supported or unread.
 pub(in super::super) fn open(file: &Path, mapper: &dyn FileMapper) -> Result<Checkpoint> {
     let map = |file: &Path| mapper.map(file).map_err(|e| Error::read(file, e));
     let parse = |file: &Path, memory: &Arc<dyn HostMemory>| {
@@ -54,9 +53,9 @@ struct GgufLoading {
     memories: Vec<Arc<dyn HostMemory>>,
     tensors: HashMap<String, Location>,
     made: BTreeMap<String, MadeMatrix>,
-    /// Vectors that no file has as they are used: biases in another order, and those of zeros.
+    /// Vectors that no file stores in their final form: permuted biases, and zero biases.
     aside: AlignedBytes,
-    /// Tensors that something read.
+    /// Tensors that were read.
     read: HashSet<String>,
     /// Bytes of plain matrices of each dtype.
     plain_bytes: BTreeMap<DType, usize>,
@@ -86,7 +85,7 @@ impl GgufLoading {
         let found = stored.and_then(|name| self.gguf.tensors.get(&name).cloned().map(|t| (name, t)));
         let Some((stored, tensor)) = found else {
             if weight.is_bias() {
-                // another layer, or another matrix of this one, has it
+                // another layer, or another matrix of this layer, has it
                 let zeros = vec![0; to_usize(shape[0]) * size_of::<f32>()];
                 self.put_aside(name, DType::F32, shape, &zeros);
                 return Ok(());
@@ -148,7 +147,7 @@ impl GgufLoading {
         self.tensors.insert(name, Location { dtype, shape, shard: self.memories.len(), range });
     }
 
-    /// The scale of all of a matrix of NVFP4, which is a tensor of its own.
+    /// The scale of a whole NVFP4 matrix, which is a tensor of its own.
     fn outer_scale(&mut self, stored: &str, tensor: &GgufTensor, expert: Option<u32>) -> Result<f32> {
         let name = stored.strip_suffix(".weight").map(|stem| format!("{stem}.scale")).unwrap_or_default();
         let found = self.gguf.tensors.get(&name).filter(|_| tensor.kind == GgmlKind::Nvfp4);
@@ -163,7 +162,7 @@ impl GgufLoading {
         Ok(scale)
     }
 
-    /// The checkpoint, once all tensors of the model were found.
+    /// Returns the checkpoint, once all tensors of the model were found.
     fn finish(mut self) -> Result<Checkpoint> {
         let derived = |name: &str| name.ends_with("rotary_emb.inv_freq") || name.contains(".attn_rot_embd.");
         let mut unread: Vec<&String> =
@@ -185,7 +184,7 @@ impl GgufLoading {
         Ok(Checkpoint { config: self.config, shards, tensors: self.tensors, made: self.made })
     }
 
-    /// The name that a tensor of a checkpoint has in a GGUF file.
+    /// The name of a checkpoint's tensor in a GGUF file.
     fn stored_name(&self, tensor: &PlannedTensor) -> Option<String> {
         let has_experts = tensor.layer.is_some_and(|layer| self.config.experts_of(layer as usize).is_some());
         let module = match tensor.weight {
@@ -204,7 +203,7 @@ impl GgufLoading {
             Weight::O | Weight::OBias => "attn_output",
             Weight::QNorm => "attn_q_norm",
             Weight::KNorm => "attn_k_norm",
-            // beside experts it is the one that every token goes through
+            // beside experts it is the shared expert
             Weight::Gate if has_experts => "ffn_gate_shexp",
             Weight::Up if has_experts => "ffn_up_shexp",
             Weight::Down if has_experts => "ffn_down_shexp",
@@ -225,14 +224,14 @@ impl GgufLoading {
         })
     }
 
-    /// Whether rows of a tensor stand in the order of pairs that rope turns.
+    /// Whether rows of a tensor are in the order of rotated pairs.
     fn is_paired(&self, weight: Weight) -> bool {
         let paired = ["llama", "mixtral", "granite", "smollm3"].contains(&self.config.family.as_str());
         paired && matches!(weight, Weight::Q | Weight::K | Weight::QBias | Weight::KBias)
     }
 }
 
-/// The rows of one of the experts whose matrices are one tensor; none if there are fewer.
+/// The rows of one expert in a tensor of all experts; none if there are fewer.
 fn part_of_experts(all: &GgufTensor, rows: u64, expert: u32) -> Option<GgufTensor> {
     let bytes = to_usize((all.range.len() as u64).checked_div(all.rows)?.checked_mul(rows)?);
     let start = all.range.start.checked_add(bytes.checked_mul(expert as usize)?)?;
@@ -240,7 +239,7 @@ fn part_of_experts(all: &GgufTensor, rows: u64, expert: u32) -> Option<GgufTenso
     Some(GgufTensor { rows, range: start..end, ..all.clone() })
 }
 
-/// Some rows of a tensor.
+/// A range of rows of a tensor.
 fn tensor_rows(all: &GgufTensor, rows: Range<u64>) -> Option<GgufTensor> {
     let row_bytes = (all.range.len() as u64).checked_div(all.rows)?;
     let byte = |row: u64| Some(all.range.start + to_usize(row.checked_mul(row_bytes)?));
@@ -248,8 +247,8 @@ fn tensor_rows(all: &GgufTensor, rows: Range<u64>) -> Option<GgufTensor> {
     (range.end <= all.range.end).then(|| GgufTensor { rows: rows.end - rows.start, range, ..all.clone() })
 }
 
-/// A matrix of blocks or of elements, whose rows stand in the order of pairs in heads of this length, if so,
-/// and the scale of all of it.
+/// A matrix of blocks or of elements, whose rows are in the order of rotated pairs in heads of this length,
+/// if given, and the scale of the whole matrix.
 fn made_matrix(
     tensor: &GgufTensor,
     head_dim: Option<usize>,

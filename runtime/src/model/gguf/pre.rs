@@ -1,19 +1,18 @@
-//! How text is divided before pairs are merged, by the name that a GGUF file gives the way of its vocabulary
-//! (`tokenizer.ggml.pre`).
+//! Pre-tokenisation rules by the name that a GGUF file gives (`tokenizer.ggml.pre`).
 //!
-//! The names and the rules are llama.cpp's, which are those of the models' own `tokenizer.json`, except where
-//! it does not tell upper from lower case outside of ASCII (`gpt-4o`, `tekken` and their like), leaves marks
-//! out of words, and does not normalise text: a file is divided as llama.cpp divides it.
+//! Names and rules are llama.cpp's. They equal the rules of the models' own `tokenizer.json`, except where
+//! llama.cpp does not distinguish case outside of ASCII (`gpt-4o`, `tekken` and similar), leaves marks out of
+//! words, and does not normalise text: a file is divided as llama.cpp divides it.
 
 /// The rules of a vocabulary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PreTokenizer {
-    /// Expressions, each of which divides the pieces of those before it: what one finds is a piece, and so is
-    /// what is between.
+    /// Expressions, each of which divides the pieces of the previous ones: both matches and the text between
+    /// matches become pieces.
     pub(super) expressions: &'static [&'static str],
     /// Whether a whole piece that is a token is taken before any merge.
     pub(super) ignores_merges: bool,
-    /// Whether prompts begin with bos where the file does not say.
+    /// Whether prompts begin with bos where the file does not specify it.
     pub(super) adds_bos: bool,
     /// Whether tokens are spelled with bytes as printable characters (GPT-2). In others U+2581 is a space,
     /// and bytes without a token are written `<0xNN>`.
@@ -339,12 +338,12 @@ const ALL: [(&[&str], PreTokenizer); 33] = [
     (&["sarvam-moe"], PreTokenizer { byte_level: false, ..plain(&[LINES]) }),
 ];
 
-/// The rules of a name; none of a name that is not known.
+/// The rules of a name; none for an unknown name.
 pub(super) fn named(name: &str) -> Option<PreTokenizer> {
     ALL.iter().find(|(names, _)| names.contains(&name)).map(|(_, rules)| *rules)
 }
 
-/// All names.
+/// All known names.
 pub(super) fn names() -> impl Iterator<Item = &'static str> {
     ALL.iter().flat_map(|(names, _)| names.iter().copied())
 }

@@ -133,7 +133,7 @@ fn a_file_that_is_cut_is_said_to_be_truncated_with_its_bytes_and_what_was_being_
     assert_eq!(parts, expected);
 }
 
-/// Files that hwtests/ggml.sh had written, each with what the `gguf` package reads of it.
+/// Files written by hwtests/ggml.sh, each with the values that the `gguf` package reads.
 #[test]
 fn every_ggml_type_is_read_as_the_gguf_package_reads_it() {
     let below = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/ggml/types");

@@ -1,4 +1,4 @@
-//! The tokenizer and the chat template of a GGUF file, as llama.cpp takes them.
+//! The tokenizer and the chat template of a GGUF file, read as llama.cpp reads them.
 
 use super::super::chat::ChatTemplate;
 use super::super::error::{Error, Result};
@@ -26,7 +26,7 @@ const TYPES: &str = "tokenizer.ggml.token_type";
 const BOS: &str = "tokenizer.ggml.bos_token_id";
 const EOS: &str = "tokenizer.ggml.eos_token_id";
 const SUPPORTED: &str = "supported: gpt2 (byte-level BPE), llama (SentencePiece), gemma4";
-/// What begins a word in vocabularies that do not spell bytes.
+/// Prefix of words in vocabularies that do not spell bytes.
 const SPACE: &str = "\u{2581}";
 
 /// Keys of tokens that end an answer.
@@ -63,8 +63,8 @@ const END_NAMES: [&str; 22] = [
     "<\u{FF5C}end\u{2581}of\u{2581}sentence\u{FF5C}>",
     "[e~[",
 ];
-/// Names that count where the file names no token for the key: one that pads, begins a repository or divides
-/// files in prompts with a gap to fill.
+/// Names that count where the file names no token for the key: padding, beginning of a repository, and
+/// separation of files in fill-in-the-middle prompts.
 const FILL_NAMES: [(&str, &[&str]); 3] = [
     ("tokenizer.ggml.fim_pad_token_id", &["<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"]),
     (
@@ -73,22 +73,22 @@ const FILL_NAMES: [(&str, &[&str]); 3] = [
     ),
     ("tokenizer.ggml.fim_sep_token_id", &["<|file_sep|>"]),
 ];
-/// GgufTokens of harmony that are found in text and shown.
+/// GgufTokens of harmony that are matched in text and shown.
 const SHOWN_NAMES: [&str; 4] = ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"];
 
-/// Which kind of vocabulary a file has.
+/// The kind of a file's vocabulary.
 enum GgufVocabularyKind {
     Bpe(PreTokenizer),
-    /// Pairs are merged by the score of what they make.
+    /// Pairs are merged by the score of the result.
     SentencePiece,
 }
 
-/// The tokens of a file, and what each is.
+/// The tokens of a file, with their types.
 struct GgufTokens<'a> {
     names: Cow<'a, [String]>,
     ids: HashMap<String, u32>,
     types: Vec<f64>,
-    /// Those that end an answer.
+    /// Tokens that end an answer.
     ends: Vec<u32>,
 }
 
@@ -113,7 +113,7 @@ fn model(gguf: &GgufFile) -> Result<GgufVocabularyKind> {
     }
 }
 
-/// The texts of tokens, in which an empty one is called what llama.cpp calls it: a file may have several.
+/// The texts of tokens. Empty ones get llama.cpp's placeholder, since a file may have several.
 fn with_empty_named(names: &[String]) -> Cow<'_, [String]> {
     if names.iter().all(|name| !name.is_empty()) {
         return Cow::Borrowed(names);
@@ -143,7 +143,7 @@ impl<'a> GgufTokens<'a> {
         let harmony = has(&tokens, "<|call|>") && has(&tokens, "<|return|>");
         let solar = (has(&tokens, "<|call|>") || has(&tokens, "<|calls|>")) && has(&tokens, "<|flush|>");
         let is_part = |tokens: &Self, id: &u32| match tokens.names[*id as usize].as_str() {
-            // the end of a message, behind which the answer goes on
+            // the end of a message, after which the answer continues
             "<|end|>" => harmony || solar,
             // plain text in these vocabularies
             "</s>" => has(tokens, "<|tool_response>"),
@@ -166,7 +166,7 @@ impl<'a> GgufTokens<'a> {
         Ok(tokens)
     }
 
-    /// The tokens that end an answer: those of the keys, and those with names that say so.
+    /// The tokens that end an answer: those of the keys, and those with known names.
     fn find_ends(&self, gguf: &GgufFile) -> Result<Vec<u32>> {
         let mut ends = Vec::new();
         for key in END_KEYS {
@@ -184,13 +184,13 @@ impl<'a> GgufTokens<'a> {
         Ok(ends)
     }
 
-    /// Whether a token is found in text before it is divided.
+    /// Whether a token is matched in text before division.
     fn is_added(&self, id: usize) -> bool {
         [UNKNOWN, CONTROL, USER_DEFINED].contains(&self.types[id])
     }
 }
 
-/// The ids that end an answer; those of the keys alone of a file without a vocabulary.
+/// The ids that end an answer; those of the keys alone for a file without a vocabulary.
 ///
 /// # Errors
 /// The error names the key that is wrong.
@@ -251,7 +251,7 @@ pub(in super::super) fn tokenizer(gguf: &GgufFile) -> Result<Tokenizer> {
     Tokenizer::new(inner)
 }
 
-/// The token that a prompt begins or ends with: its id, and how it is spelled.
+/// A token that begins or ends prompts: its id and text.
 fn end_of_prompt<'a>(
     gguf: &'a GgufFile,
     key: &str,
@@ -267,7 +267,7 @@ fn end_of_prompt<'a>(
     }
 }
 
-/// What puts bos before a prompt, and eos behind it.
+/// The rule that adds bos before a prompt, and eos after it.
 fn processor(bos: Option<(u32, &str)>, eos: Option<(u32, &str)>) -> Option<PostProcessorWrapper> {
     let special = |(_, name): &(u32, &str)| json!({"SpecialToken": {"id": name, "type_id": 0}});
     let text = |id: &str, kind: u32| json!({"Sequence": {"id": id, "type_id": kind}});
@@ -288,7 +288,7 @@ fn processor(bos: Option<(u32, &str)>, eos: Option<(u32, &str)>) -> Option<PostP
     serde_json::from_value(json).ok()
 }
 
-/// What a text goes through before its pairs are merged, and what tokens go through to be text again.
+/// The steps that text passes before pairs are merged, and the steps that decode tokens.
 fn steps(gguf: &GgufFile, model: &GgufVocabularyKind, inner: &mut tokenizers::Tokenizer) -> Result<()> {
     let damaged = |e: serde_json::Error| Error::file(&gguf.file, format!("its tokenizer is damaged: {e}"));
     let bytes =
@@ -358,8 +358,8 @@ fn bpe(
     }
 }
 
-/// The merges that a file lists: two tokens with a space between, of which the first one may begin with one.
-/// Those of or into what is no token have no effect.
+/// The merges that a file lists: two tokens separated by a space; the first one may begin with a space.
+/// Merges of or into unknown tokens have no effect.
 fn listed_merges(gguf: &GgufFile, tokens: &GgufTokens) -> Result<Vec<(String, String)>> {
     let merges = gguf.texts(MERGES)?.ok_or_else(|| gguf.error(MERGES, "missing"))?;
     let mut pairs = Vec::with_capacity(merges.len());
@@ -377,7 +377,7 @@ fn listed_merges(gguf: &GgufFile, tokens: &GgufTokens) -> Result<Vec<(String, St
     Ok(pairs)
 }
 
-/// The merges of SentencePiece: of two neighbours whose text is a token, those of the highest score first.
+/// The merges of SentencePiece: two neighbours whose joined text is a token, highest score first.
 fn scored_merges(gguf: &GgufFile, tokens: &GgufTokens) -> Result<Vec<(String, String)>> {
     let scores = gguf.numbers(SCORES)?.ok_or_else(|| gguf.error(SCORES, "missing"))?;
     if scores.len() < tokens.names.len() {
@@ -385,7 +385,7 @@ fn scored_merges(gguf: &GgufFile, tokens: &GgufTokens) -> Result<Vec<(String, St
         return Err(gguf.error(SCORES, format!("{scores} scores of {names} tokens")));
     }
     let mut order: Vec<usize> = (0..tokens.names.len()).collect();
-    // control tokens are made by nobody, and what is unused is no word
+    // control tokens never result from merges, and unused tokens are not words
     order.retain(|id| ![CONTROL, UNKNOWN, UNUSED].contains(&tokens.types[*id]));
     order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]).then(a.cmp(b)));
     let mut pairs = Vec::new();

@@ -1,11 +1,11 @@
-//! Tokenizers of GGUF files against those of llama.cpp: with vocabularies of published models where they are
-//! at hand, and rules by name.
+//! Tokenizers of GGUF files against llama.cpp: with vocabularies of published models where they are
+//! available, and rules by name.
 
 use super::super::Tokenizer;
 use super::pre;
 use std::path::{Path, PathBuf};
 
-/// The folder that a variable names, or else this one below the repository; none, said aloud, without it.
+/// The folder in the variable, or else this one below the repository; none, with a message, without it.
 fn folder(variable: &str, usual: &str) -> Option<PathBuf> {
     let below = || Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(usual);
     let path = std::env::var_os(variable).map_or_else(below, PathBuf::from);

@@ -4,7 +4,7 @@ use super::wrong;
 use minijinja::value::{Kwargs, Rest, ValueOrKwargs};
 use minijinja::{Error, Value};
 
-/// What a filter gets behind its value.
+/// The arguments of a filter after its value.
 pub(super) type Given = Rest<ValueOrKwargs>;
 
 /// The values of the parameters `names`, in their order.
@@ -16,7 +16,7 @@ pub(super) fn bind<const N: usize>(
     let mut bound = [const { None }; N];
     let (named, positional) = split(given);
     if positional.len() > N {
-        return Err(wrong(format!("{what}: at most {N} arguments are taken, not {}", positional.len())));
+        return Err(wrong(format!("{what}: expected at most {N} arguments, not {}", positional.len())));
     }
     for (slot, value) in bound.iter_mut().zip(positional) {
         *slot = Some(value.clone());
@@ -25,16 +25,14 @@ pub(super) fn bind<const N: usize>(
         for name in named.args() {
             let at = names.iter().position(|known| *known == name);
             let slot = at.map(|at| &mut bound[at]).filter(|slot| slot.is_none());
-            let slot = slot.ok_or_else(|| {
-                wrong(format!("{what}: there is no argument '{name}', or it is there twice"))
-            })?;
+            let slot = slot.ok_or_else(|| wrong(format!("{what}: unknown or repeated argument '{name}'")))?;
             *slot = Some(named.peek::<Value>(name)?);
         }
     }
     Ok(bound)
 }
 
-/// The named arguments and the others.
+/// Named and positional arguments.
 pub(super) fn split(given: &[Value]) -> (Option<Kwargs>, &[Value]) {
     match given.split_last() {
         Some((last, others)) if last.is_kwargs() => (Kwargs::try_from(last.clone()).ok(), others),

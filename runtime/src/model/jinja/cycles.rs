@@ -19,7 +19,7 @@ pub(super) fn add(environment: &mut Environment<'_>) {
     });
 }
 
-/// Gives its items one after the other, again and again.
+/// Returns its items in turn, endlessly.
 #[derive(Debug)]
 struct Cycler {
     items: Vec<Value>,
@@ -58,7 +58,7 @@ impl Object for Cycler {
     }
 }
 
-/// Gives nothing at first, and then what stands between items.
+/// Returns an empty text first, and then the separator.
 #[derive(Debug)]
 struct Joiner {
     between: Value,

@@ -1,4 +1,4 @@
-//! Filters that minijinja computes otherwise than jinja2, or lacks.
+//! Filters that minijinja lacks or that differ from jinja2's.
 
 use super::arguments::{Given, bind, integer, split, text_or, truth};
 use super::methods::{capitalized, lines, replaced, stripped};
@@ -93,7 +93,7 @@ fn pairs_of(value: &Value) -> Result<Value> {
     Ok(pairs.into_iter().map(|(key, item)| Value::from(Tuple::from([key, item]))).collect())
 }
 
-/// What values are compared by: texts without regard to case, unless asked.
+/// The keys by which values are compared: texts ignoring case, unless requested.
 fn sort_key(value: &Value, case_sensitive: bool) -> Value {
     match value.as_str() {
         Some(text) if !case_sensitive => Value::from(text.to_lowercase()),
@@ -168,7 +168,7 @@ fn unique(value: &Value, given: Given) -> Result<Value> {
     Ok(Value::from(found))
 }
 
-/// Groups of items by an attribute, in its order.
+/// Groups of items by an attribute, in the attribute's order.
 fn group_by(value: &Value, given: Given) -> Result<Value> {
     let given = given.into_values();
     let [attribute, default, case] = bind("groupby", &given, ["attribute", "default", "case_sensitive"])?;
@@ -227,7 +227,7 @@ fn join(value: &Value, given: Given) -> Result<Value> {
     let [between, attribute] = bind("join", &given, ["d", "attribute"])?;
     let between = text(&between.unwrap_or(Value::from("")))?;
     if let Some(text) = value.as_str() {
-        // each of a chain of joins can double a text
+        // each join of a chain can double a text
         let is_long = text.len() > super::ITEMS_MAX / 4;
         long_text("join", if is_long { usize::MAX } else { text.len().saturating_mul(between.len() + 1) })?;
     }
@@ -315,7 +315,7 @@ fn round(value: &Value, given: Given) -> Result<Value> {
         "floor" => (number * scale).floor() / scale,
         "common" if precision >= 0 => {
             let places = usize::try_from(precision).unwrap_or(0);
-            // to the nearest, and to even where two are as near, of the exact value
+            // to the nearest, ties to even, of the exact value
             format!("{number:.places$}").parse().unwrap_or(number)
         }
         "common" => (number * scale).round_ties_even() / scale,
@@ -432,7 +432,7 @@ fn dict(given: Given) -> Result<Value> {
             }
             all
         }
-        _ => return Err(wrong("dict: at most one argument is taken")),
+        _ => return Err(wrong("dict: expected at most one argument")),
     };
     for name in named.iter().flat_map(|named| named.args().map(str::to_owned).collect::<Vec<_>>()) {
         let item = named.as_ref().map(|named| named.peek::<Value>(&name)).transpose()?;

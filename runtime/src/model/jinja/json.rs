@@ -30,7 +30,7 @@ pub(super) fn tojson(value: &Value, given: Given) -> Result<String, Error> {
     Ok(writer.out)
 }
 
-/// The text by which each level is indented; none for one line.
+/// The indentation of each level; none for one line.
 fn indentation(indent: Option<Value>) -> Result<Option<String>, Error> {
     let Some(indent) = indent.filter(|indent| !indent.is_none()) else { return Ok(None) };
     let text = match (indent.as_str(), i64::try_from(indent.clone())) {

@@ -1,6 +1,6 @@
 //! Lexemes in a template's tags.
 
-/// What a lexeme is.
+/// The kind of a lexeme.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LexemeKind {
     Name,
@@ -35,7 +35,7 @@ impl Lexeme<'_> {
         }
     }
 
-    /// The text that a text in quotes stands for, by Python's rules.
+    /// The value of a quoted text, by Python's rules.
     pub(super) fn value(&self) -> String {
         let inside = self.text.get(1..self.text.len().saturating_sub(1)).unwrap_or_default();
         unescaped(inside)
@@ -53,10 +53,10 @@ pub(super) struct JinjaTag<'a> {
     pub(super) close_sign: usize,
 }
 
-/// Signs of two characters, which come before those of one.
+/// Signs of two characters, which take precedence over single ones.
 const PAIRS: [&str; 6] = ["**", "//", "==", "!=", "<=", ">="];
 
-/// Reads the tag that `text` begins with; none if it is not closed, or has what no tag has.
+/// Reads the tag at the beginning of `text`; none if it is not closed, or has invalid lexemes.
 pub(super) fn tag(text: &str) -> Option<JinjaTag<'_>> {
     let close = if text.starts_with("{{") { "}}" } else { "%}" };
     let open_sign = usize::from(text[2..].starts_with(['-', '+']));
@@ -150,7 +150,7 @@ pub(super) fn quoted(text: &str) -> String {
     quoted
 }
 
-/// Python's escapes; those that it does not know stay as they are.
+/// Python's escapes; unknown ones stay unchanged.
 fn unescaped(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -189,7 +189,8 @@ fn unescaped(text: &str) -> String {
     out
 }
 
-/// A character that is written as a number, and the number of bytes. Halves of a pair of UTF-16 become one.
+/// A character that is written as a number, and the number of bytes. UTF-16 surrogate pairs become one
+/// character.
 fn numbered(rest: &str, letter: char) -> Option<(char, usize)> {
     let number = |at: usize, digits: usize| u32::from_str_radix(rest.get(at..at + digits)?, 16).ok();
     let (code, length) = match letter {

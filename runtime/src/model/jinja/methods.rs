@@ -9,7 +9,7 @@ use minijinja::{Error, ErrorKind, State, Value};
 
 type Result<T> = std::result::Result<T, Error>;
 
-/// Calls a method that minijinja does not know.
+/// Calls a method that minijinja lacks.
 pub(super) fn call(_: &mut State, value: &Value, method: &str, given: &[Value]) -> Result<Value> {
     match value.kind() {
         ValueKind::String => text_method(value.as_str().unwrap_or_default(), method, given),
@@ -174,7 +174,7 @@ pub(super) fn replaced(of: &str, old: &str, new: &str, count: Option<i64>) -> Re
 
 fn joined(between: &str, list: &[Value]) -> Result<Value> {
     long_text("join", between.len().saturating_mul(list.len()))?;
-    let texts = list.iter().map(|item| item.as_str().ok_or_else(|| wrong("join: an item is no text")));
+    let texts = list.iter().map(|item| item.as_str().ok_or_else(|| wrong("join: an item is not a text")));
     let texts = texts.collect::<Result<Vec<&str>>>()?;
     let length: usize = texts.iter().map(|text| text.len()).sum();
     long_text("join", length.saturating_add(between.len().saturating_mul(texts.len())))?;
@@ -199,7 +199,7 @@ fn form(of: &str, method: &str, given: &[Value]) -> Result<Value> {
     Ok(Value::from(formatted))
 }
 
-/// Methods that say something of all letters.
+/// Methods that test all letters.
 fn tested(of: &str, method: &str, given: &[Value]) -> Result<Option<Value>> {
     let all = |test: fn(char) -> bool| !of.is_empty() && of.chars().all(test);
     let is_cased = |letter: char| letter.is_lowercase() || letter.is_uppercase();
@@ -275,7 +275,7 @@ fn split_at<'a>(of: &'a str, separator: &str, most: Option<usize>, from_end: boo
     })
 }
 
-/// What remains after the last division keeps the white space at its outer end.
+/// The rest after the last division keeps its outer white space.
 fn split_at_spaces(of: &str, most: Option<usize>, from_end: bool) -> Vec<&str> {
     let most = most.unwrap_or(usize::MAX);
     let mut parts = Vec::new();
@@ -340,7 +340,7 @@ fn searched(of: &str, method: &str, given: &[Value]) -> Result<Option<Value>> {
         return Ok(None);
     }
     let [wanted, start, stop] = bind(method, given, ["sub", "start", "end"])?;
-    let wanted = wanted.ok_or_else(|| wrong(format!("{method}: what is searched for is missing")))?;
+    let wanted = wanted.ok_or_else(|| wrong(format!("{method}: the searched text is missing")))?;
     let (start, stop) = (integer(method, &start)?, integer(method, &stop)?);
     let length = i64::try_from(of.chars().count()).unwrap_or(i64::MAX);
     let place = |at: i64| if at < 0 { (at + length).max(0) } else { at.min(length) };

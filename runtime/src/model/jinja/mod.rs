@@ -1,6 +1,7 @@
-//! Jinja2 as transformers sets it up, on minijinja: what the two render differently is rewritten before
-//! minijinja reads a template ([`mod@translate`]), or replaced here: operators, filters, tests, methods, and
-//! how values are written.
+//! Jinja2 as transformers configures it, on minijinja.
+//!
+//! Constructs that the two render differently are rewritten before minijinja reads a template
+//! ([`mod@translate`]), or replaced here: operators, filters, tests, methods, and the formatting of values.
 
 mod arguments;
 mod cycles;
@@ -19,11 +20,11 @@ use std::cell::Cell;
 
 pub(in crate::model) use translate::translate;
 
-/// Maximum number of bytes of one text that a template makes.
+/// Maximum number of bytes of one text that a template creates.
 const TEXT_BYTES_MAX: usize = 32 << 20;
-/// Units of work that one rendering may take in operators, filters and methods, which count as one step
-/// each: an item of a list that is copied, or 16 bytes of a text. They take a second, and a gigabyte if
-/// all of them are kept.
+/// Units of work that one rendering may take in operators, filters and methods, each of which counts as one
+/// step: an item of a list that is copied, or 16 bytes of a text. All units take a second, and a gigabyte if
+/// every copy is kept.
 const WORK_MAX: u64 = 64_000_000;
 /// Maximum number of items of one list, or of characters that a text is divided into.
 const ITEMS_MAX: usize = 1 << 22;

@@ -1,5 +1,4 @@
-//! Operators that minijinja computes otherwise than Python, as functions of
-//! [`translate`](mod@super::translate).
+//! Operators that differ from Python's in minijinja, as functions of [`translate`](mod@super::translate).
 
 use super::arguments::{Given, integer};
 use super::text::{text, with_text};
@@ -19,7 +18,7 @@ pub(super) fn add(environment: &mut Environment<'_>) {
     environment.add_function("__attr__", attribute);
 }
 
-/// A number of Python: bool is an int.
+/// A Python number: bool is an int.
 enum JinjaNumber {
     Integer(i128),
     Float(f64),
@@ -60,7 +59,7 @@ fn calculate(
     match (JinjaNumber::of(a), JinjaNumber::of(b)) {
         (Some(JinjaNumber::Integer(a)), Some(JinjaNumber::Integer(b))) => integers(a, b)
             .map(integer_value)
-            .ok_or_else(|| wrong(format!("'{sign}' cannot be calculated of these numbers"))),
+            .ok_or_else(|| wrong(format!("'{sign}' cannot be computed for these numbers"))),
         (Some(a), Some(b)) => Ok(Value::from(floats(a.float(), b.float()))),
         _ => Err(unsupported(sign, a, b)),
     }
@@ -77,7 +76,7 @@ fn is_list(value: &Value) -> bool {
 pub(super) fn sum(a: &Value, b: &Value) -> Result<Value, Error> {
     if let (Some(left), Some(right)) = (a.as_str(), b.as_str()) {
         long_text("+", left.len() + right.len())?;
-        // A text that is marked as safe has the other one escaped.
+        // If one text is marked as safe, the other one is escaped.
         return match (a.is_safe(), b.is_safe()) {
             (false, false) => Ok(Value::from([left, right].concat())),
             (true, true) => Ok(Value::from_safe_string([left, right].concat())),
@@ -94,7 +93,7 @@ pub(super) fn sum(a: &Value, b: &Value) -> Result<Value, Error> {
     calculate("+", a, b, i128::checked_add, |a, b| a + b)
 }
 
-/// A text with HTML's signs replaced.
+/// A text with HTML's special characters replaced.
 pub(super) fn escaped(of: &str) -> Result<String, Error> {
     long_text("escape", of.len().saturating_mul(5))?;
     let mut all = String::with_capacity(of.len());
@@ -149,13 +148,13 @@ fn remainder(a: &Value, b: &Value) -> Result<Value, Error> {
     })
 }
 
-/// It has the sign of the divisor.
+/// The remainder has the sign of the divisor.
 fn remainder_of(a: i128, b: i128) -> Option<i128> {
     let remainder = a.checked_rem(b)?;
     Some(if remainder != 0 && (remainder < 0) != (b < 0) { remainder + b } else { remainder })
 }
 
-/// `%` formatting with values, of which containers are written as Python does.
+/// `%` formatting with values; containers are formatted as Python does.
 pub(super) fn formatted(form: &str, values: &[Value]) -> Result<Value, Error> {
     super::super::template_limits::check_widths(form)?;
     let mut written = Vec::with_capacity(values.len());
@@ -226,7 +225,7 @@ fn slice(of: &Value, start: &Value, stop: &Value, step: &Value) -> Result<Value,
     })
 }
 
-/// An attribute with the name of one of a dictionary's methods, which comes before a key of this name.
+/// An attribute with the name of a dictionary method, which takes precedence over a key of this name.
 fn attribute(of: &Value, name: &str) -> Result<Value, Error> {
     if pairs(of).is_some() && of.downcast_object_ref::<Method>().is_none() && !is_namespace(of) {
         return Ok(Value::from_object(Method { of: of.clone(), name: name.into() }));
@@ -239,7 +238,7 @@ pub(super) fn is_namespace(value: &Value) -> bool {
     value.as_object().is_some_and(|object| object.type_name().ends_with("::Namespace"))
 }
 
-/// A method that is not called yet.
+/// A method that has not been called.
 #[derive(Debug)]
 struct Method {
     of: Value,

@@ -1,4 +1,4 @@
-//! Tests that minijinja answers otherwise than jinja2.
+//! Tests that differ from jinja2's in minijinja.
 
 use super::arguments::Given;
 use super::text::text;
@@ -29,7 +29,7 @@ fn is_sequence(value: &Value) -> bool {
     }
 }
 
-/// Namespaces and macros, which look like maps, are none.
+/// Whether a value is a map; namespaces and macros, which resemble maps, are not.
 fn is_mapping(value: &Value) -> bool {
     pairs(value).is_some() && !is_macro(value) && !operators::is_namespace(value)
 }
@@ -48,7 +48,7 @@ fn is_case(value: &Value, is_other: fn(char) -> bool) -> Result<bool, Error> {
     Ok(text.chars().any(is_cased) && !text.chars().any(is_other))
 }
 
-/// Python's `is`, as far as it can be told: constants, and what is equal and of one kind.
+/// Python's `is`, as far as it can be determined: constants, and equal values of one kind.
 fn is_same(value: &Value, given: Given) -> bool {
     let other = given.into_values().into_iter().next().unwrap_or_default();
     value.kind() == other.kind() && value.is_integer() == other.is_integer() && *value == other

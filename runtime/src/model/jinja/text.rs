@@ -120,8 +120,8 @@ fn write_text(text: &str, out: &mut String) {
     out.push(quote);
 }
 
-/// Whether Python writes a character as it is. Private ones are, unlike there, since stand-ins for
-/// special tokens are such; unassigned ones too.
+/// Whether Python writes a character unescaped. Unlike Python, private and unassigned characters are, since
+/// stand-ins for special tokens are private characters.
 pub(super) fn is_printable(letter: char) -> bool {
     let is_format = matches!(letter,
         '\u{ad}' | '\u{600}'..='\u{605}' | '\u{61c}' | '\u{6dd}' | '\u{70f}' | '\u{890}'..='\u{891}' | '\u{8e2}'

@@ -1,24 +1,24 @@
 //! Rewrites a template, so that minijinja renders it as jinja2 does.
 //!
 //! Operators whose results differ become calls of the functions of [`operators`](super::operators): `a % b`
-//! becomes `__mod__(a, b)`. Line ends become `\n`, texts in tags lose the escapes that only Python knows,
-//! and `generation` blocks, which mark the assistant's text for training, become `if true`. What cannot
-//! be read stays as it is: minijinja then says what is wrong with it.
+//! becomes `__mod__(a, b)`. Line ends become `\n`, texts in tags lose the escapes that only Python has, and
+//! `generation` blocks, which mark the assistant's text for training, become `if true`. Unparsable tags stay
+//! unchanged: minijinja then reports the fault.
 
 use super::lexer::{Lexeme, LexemeKind, tag};
 
-/// Nesting of expressions beyond which a tag stays as it is.
+/// Nesting of expressions beyond which a tag stays unchanged.
 const DEPTH_MAX: usize = 60;
-/// Methods of Python's dictionaries; as attributes they come before keys.
+/// Methods of Python's dictionaries; as attributes they take precedence over keys.
 const METHODS: [&str; 11] =
     ["clear", "copy", "fromkeys", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values"];
 
-/// What cannot be read.
+/// A tag that cannot be parsed.
 struct Unread;
 
 type Translation = Result<String, Unread>;
 
-/// The template as minijinja has to read it.
+/// Returns the template in minijinja's syntax.
 pub(in crate::model) fn translate(source: &str) -> String {
     let source = source.replace("\r\n", "\n").replace('\r', "\n");
     let mut written = String::with_capacity(source.len() + source.len() / 4);
@@ -39,7 +39,7 @@ pub(in crate::model) fn translate(source: &str) -> String {
     written
 }
 
-/// Copies the tag at the beginning of `text`, and all of a raw block; the number of bytes.
+/// Copies the tag at the beginning of `text`, and all of a raw block; returns the number of bytes.
 fn copy_tag(text: &str, written: &mut String) -> usize {
     let Some(found) = tag(text) else {
         written.push_str(text);
@@ -60,7 +60,7 @@ fn copy_tag(text: &str, written: &mut String) -> usize {
     match inside {
         Err(Unread) => written.push_str(original),
         Ok(inside) => {
-            // The lines that errors name stay the template's.
+            // Errors must name the template's own lines.
             let lines = original.matches('\n').count();
             let breaks = "\n".repeat(lines.saturating_sub(inside.matches('\n').count()));
             let (open, close) =
@@ -136,7 +136,7 @@ impl<'a> LexemeCursor<'a> {
         if self.at == self.lexemes.len() { Ok(()) } else { Err(Unread) }
     }
 
-    /// Lexemes as they are, up to one that `ends` at depth zero.
+    /// Copies lexemes up to one that `ends` at depth zero.
     fn copied(&mut self, ends: &dyn Fn(&Lexeme<'_>) -> bool) -> String {
         let (mut copied, mut depth) = (Vec::new(), 0usize);
         while let Some(lexeme) = self.peek() {
@@ -431,7 +431,7 @@ impl<'a> LexemeCursor<'a> {
                         self.expect(",")?;
                     }
                 }
-                // two braces in a row would end a tag
+                // two adjacent braces would end a tag
                 Ok(format!("{{{} }}", items.join(", ")))
             }
             (LexemeKind::Sign, _) => Err(Unread),
@@ -547,7 +547,7 @@ impl<'a> LexemeCursor<'a> {
         }
     }
 
-    /// The argument of a test may stand without parentheses.
+    /// The argument of a test may be written without parentheses.
     fn test_arguments(&mut self) -> Translation {
         let Some(next) = self.peek() else { return Ok(String::new()) };
         let begins = match next.kind {
