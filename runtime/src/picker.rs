@@ -1,9 +1,9 @@
-//! Chooses the external engine for a request that a proxy carries, and learns from the answer as it passes.
+//! Chooses the external engine for a request that a proxy relays, and learns from the relayed answer.
 //!
-//! The engines are those of a [`Gateway`]: the same fleet machine places, explains and corrects, and nothing
-//! of a request or an answer is changed.
+//! The engines are those of a [`Gateway`]: the same fleet machine places, explains and corrects. Requests and
+//! answers are not changed.
 //!
-//! Absent: the protocol by which the proxy asks, addresses of engines, the bytes that it carries.
+//! Absent: the proxy's protocol, addresses of engines, the relayed bytes.
 
 use crate::api::{ApiError, Endpoint, Placements, Tally, Tenant, outline};
 use crate::budget::Party;
@@ -17,7 +17,7 @@ use mixfleet_scheduler::fleet::PartyId;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// Longest predicted wait of a request of negative priority: a longer one is refused.
+/// Maximum predicted wait of a request of negative priority: a longer wait is a refusal.
 pub const SHED_WAIT: Seconds = Seconds(1.0);
 
 /// Places the requests of proxies.
@@ -28,37 +28,37 @@ pub struct Picker {
     placements: Arc<Placements>,
 }
 
-/// A request that a proxy carries.
+/// A request that a proxy relays.
 #[derive(Clone, Debug, Default)]
 pub struct PickQuery {
-    /// The key of `/debug/placement/{id}` and of the log.
+    /// The id for `/debug/placement/{id}` and the log.
     pub id: String,
-    /// Its path, without a query.
+    /// Path without the query.
     pub path: String,
-    /// Its body.
+    /// The body.
     pub body: Arc<Vec<u8>>,
-    /// Engines that it must not go to, by position.
+    /// Excluded engines, by position.
     pub left_out: Vec<usize>,
-    /// Its priority: it goes this many seconds ahead of others. One below 0 is refused first.
+    /// Head start in the order of requests, in seconds. A request with a value below 0 is refused first.
     pub priority: i32,
-    /// Who shares the engines equally with others; none if it is not known.
+    /// The party that shares the engines equally with others; none if unknown.
     pub fairness_id: Option<String>,
 }
 
-/// Why a request has no destination, as the client is told.
+/// The reason for a missing destination, in the client's terms.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PickRefusal {
-    /// The status.
+    /// The status code.
     pub status: u16,
     /// Whole seconds after which a retry may succeed.
     pub retry_after_s: Option<u64>,
-    /// A word for it.
+    /// The error's code.
     pub code: &'static str,
-    /// The document, JSON.
+    /// The JSON document.
     pub body: String,
 }
 
-/// A request with a destination. Dropping it before its answer is done cancels it here.
+/// A request with a destination. Dropping it before the end of the answer cancels the placement.
 pub struct Picked {
     passage: PickedPassage,
     tally: Option<Tally>,
@@ -79,17 +79,17 @@ impl From<ApiError> for PickRefusal {
 }
 
 impl PickRefusal {
-    /// A refusal because nothing is ready to answer.
+    /// A refusal because no engine is ready.
     pub fn unavailable(message: impl Into<String>) -> Self {
         ApiError::unavailable("no_endpoint", message, 1).into()
     }
 
-    /// A refusal because too much waits.
+    /// A refusal because of overload.
     pub fn overloaded(message: impl Into<String>) -> Self {
         ApiError::overloaded(message, 1).into()
     }
 
-    /// A refusal of a body of more bytes than are kept.
+    /// A refusal of a body beyond the maximum size.
     pub fn too_large(bytes_max: usize) -> Self {
         ApiError::body_too_large(bytes_max).into()
     }
@@ -105,7 +105,7 @@ fn endpoint(path: &str) -> Option<Endpoint> {
 }
 
 impl Picker {
-    /// A picker among the engines of a gateway.
+    /// Creates a picker among the engines of a gateway.
     pub fn new(gateway: Arc<Gateway>, env: SharedEnv, metrics: Metrics, placements: Arc<Placements>) -> Self {
         Picker { gateway, env, metrics, placements }
     }
@@ -118,7 +118,7 @@ impl Picker {
     /// Places a request.
     ///
     /// # Errors
-    /// Why it has no destination.
+    /// The reason for a missing destination.
     pub async fn pick(&self, query: PickQuery) -> Result<Picked, PickRefusal> {
         let began = self.env.now();
         let read = endpoint(&query.path);
@@ -164,8 +164,8 @@ impl Picker {
         self.metrics.picks.get_or_create(&PickLabels { outcome }).inc();
     }
 
-    /// What is to be placed, and whether its body was read. An invalid body is reported by the engine: it is
-    /// placed by its length then.
+    /// The request for placement, and whether the body was parsed. An invalid body is reported by the engine:
+    /// it is placed by its length.
     fn wanted(&self, query: &PickQuery, read: Option<Endpoint>, now: Seconds) -> (RelayRequest, bool) {
         let outlined = read.map(|endpoint| outline(&query.body, endpoint, None));
         let outlined = outlined.and_then(|outlined| {
@@ -221,7 +221,7 @@ fn outcome(rejection: &Rejection) -> &'static str {
 }
 
 impl Picked {
-    /// The destination, then the engines that could take its place, best first, by position.
+    /// The destination, then the runners-up, best first, by position.
     pub fn destinations(&self) -> Vec<usize> {
         self.passage.at().into_iter().chain(self.passage.runners_up.iter().copied()).collect()
     }
@@ -231,17 +231,17 @@ impl Picked {
         self.passage.ttft()
     }
 
-    /// Whether its client asked for a stream.
+    /// Whether the client requested a stream.
     pub fn stream(&self) -> bool {
         self.stream
     }
 
-    /// Whether its body was read, so that its answer can be.
+    /// Whether the body was parsed, so that the answer can be read.
     pub fn is_read(&self) -> bool {
         self.tally.is_some()
     }
 
-    /// Takes which engine the proxy says that answers, or the destination if it does not say.
+    /// Records the engine that answers, by the proxy's report, or the destination without one.
     pub fn served_by(&mut self, at: Option<usize>) {
         let choice = match at {
             Some(at) if self.passage.served_by(at) => "fallback",
@@ -253,17 +253,17 @@ impl Picked {
         }
     }
 
-    /// Time until the prompt of a whole answer is taken to be computed.
+    /// Time until the prompt of an unstreamed answer is assumed to be computed.
     pub fn prompt_due(&self) -> Duration {
         self.passage.prompt_due()
     }
 
-    /// Takes the prompt to be computed.
+    /// Records that the prompt is assumed to be computed.
     pub fn guess_first_token(&mut self) {
         self.passage.guess_first_token();
     }
 
-    /// Takes a chunk of a stream that passes.
+    /// Handles a relayed chunk of a stream.
     pub fn chunk(&mut self, chunk: &EngineChunk) {
         if chunk.has_token()
             && let Some(tally) = &mut self.tally
@@ -273,7 +273,7 @@ impl Picked {
         self.passage.chunk(chunk);
     }
 
-    /// Takes the end of a complete answer, with its lengths if they are known.
+    /// Handles the end of a complete answer, with its lengths if they are known.
     pub fn done(&mut self, usage: Option<EngineUsage>) {
         if self.passage.at().is_none() {
             return;
@@ -285,14 +285,14 @@ impl Picked {
         }
     }
 
-    /// Takes the end of an answer that passed unread. Nothing is learned of it.
+    /// Handles the end of an unread answer, from which nothing is learned.
     pub fn passed(mut self) {
         if let Some(tally) = &mut self.tally {
             tally.succeeded();
         }
     }
 
-    /// Takes the status of an answer that is none: from 500 on, and 429, it is the engine's failure.
+    /// Handles the status of a failed answer: from 500 on, and 429, it is the engine's failure.
     pub fn answered_with(&mut self, status: u16) {
         let kind = match status {
             429 | 503 => EngineFaultKind::Busy,
@@ -307,7 +307,7 @@ impl Picked {
         self.failed(&EngineFault::new(kind, format!("status {status}")));
     }
 
-    /// Takes an engine's failure.
+    /// Handles an engine's failure.
     pub fn failed(&mut self, fault: &EngineFault) {
         if self.passage.at().is_some() {
             self.passage.failed(fault);

@@ -61,7 +61,7 @@ pub(crate) struct EppArgs {
     json: bool,
 }
 
-/// An address to listen at; one without a host is that of all interfaces.
+/// A listening address; one without a host means all interfaces.
 fn address(text: &str) -> Result<String, String> {
     let whole = if text.starts_with(':') { format!("0.0.0.0{text}") } else { text.to_owned() };
     match whole.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok()) {
@@ -98,7 +98,7 @@ async fn pick(args: EppArgs, limits: EngineConfig) -> Result<()> {
         health: bind("--health", &args.health).await?,
     };
     let picker = EndpointPicker::new(env.clone(), PickerSettings { fallbacks: args.fallbacks });
-    // ready once the process listens: whether an endpoint is up, the instances tell
+    // ready once the process listens: engine metrics show whether an endpoint is up
     let (_ready, is_ready) = tokio::sync::watch::channel(true);
     let origins =
         Origins::new(is_loopback("--metrics", &args.metrics)?, &[], &[]).map_err(anyhow::Error::msg)?;
@@ -131,7 +131,7 @@ async fn pick(args: EppArgs, limits: EngineConfig) -> Result<()> {
         let _ = told.await;
     }));
     tokio::select! {
-        () = following => unreachable!("a file is followed for ever"),
+        () = following => unreachable!("a file is followed forever"),
         served = &mut serving => served.context("serving ended")?,
         () = signals.next() => {
             tracing::info!("ending: requests in the picker may finish; signal again to end now");
@@ -143,7 +143,7 @@ async fn pick(args: EppArgs, limits: EngineConfig) -> Result<()> {
     Ok(())
 }
 
-/// The limits that the flags set.
+/// The limits from the options.
 fn limits(args: &EppArgs) -> Result<EngineConfig> {
     let Choices { policy, admission, seed } = args.scheduling.choices()?;
     let default = EngineConfig::default();
@@ -162,7 +162,7 @@ fn limits(args: &EppArgs) -> Result<EngineConfig> {
     Ok(EngineConfig { fleet, ..default })
 }
 
-/// The endpoints of a pool as engines.
+/// Opens the endpoints of a pool as engines.
 fn engines(pool: &EndpointPool) -> Result<Vec<EngineSpec>> {
     let mut engines = Vec::with_capacity(pool.endpoints.len());
     for endpoint in &pool.endpoints {

@@ -18,7 +18,7 @@ use serde::Serialize;
 use std::io::Write;
 use std::path::Path;
 
-/// Sequences that decode together in the second column of speeds.
+/// Number of concurrent sequences in the second column of speeds.
 const TOGETHER: u32 = 8;
 /// Names in a line of models that do not fit.
 const NAMES_PER_LINE: usize = 4;
@@ -54,7 +54,7 @@ struct FittedDevice {
     name: String,
     part: Option<&'static Part>,
     profile: DeviceProfile,
-    /// Where its times are from, for the user.
+    /// The source of the device's times, for display.
     basis: String,
 }
 
@@ -66,7 +66,7 @@ struct FittingModel {
     weight_bytes: f64,
     /// Predicted tokens a second of one sequence.
     decode_tokens_per_s: f64,
-    /// Predicted tokens a second of eight sequences in all; none if their KV does not fit.
+    /// Predicted tokens a second of eight concurrent sequences in total; none if their KV does not fit.
     decode_8_tokens_per_s: Option<f64>,
     /// Predicted tokens a second of a prompt.
     prefill_tokens_per_s: f64,
@@ -78,11 +78,11 @@ struct FittingModel {
     error: Option<f64>,
 }
 
-/// A model that does not fit in any of the formats.
+/// A model that fits in none of the formats.
 #[derive(Serialize)]
 struct OversizedModel {
     model: String,
-    /// The smallest of the formats.
+    /// Size in the smallest format.
     weights: String,
     weight_bytes: f64,
 }
@@ -115,13 +115,13 @@ pub(crate) fn run(args: &FitArgs) -> Result<()> {
     write_oversized(&mut out, &oversized)
 }
 
-/// The device that was named, or the first that would serve.
+/// The named device, or the first that would serve.
 fn device(args: &FitArgs) -> Result<FittedDevice> {
     let selector = match &args.device {
         Some(named) => named.clone(),
         None => match backends::default_selectors().into_iter().next() {
             Some(first) => first,
-            None => bail!("no device was found; name a part of the catalog with --device"),
+            None => bail!("no device was found: give a part of the catalog with --device"),
         },
     };
     if let Some(part) = catalog::part(&selector) {
@@ -152,7 +152,7 @@ fn device(args: &FitArgs) -> Result<FittedDevice> {
     Ok(FittedDevice { name, part, profile: kept.profile, basis })
 }
 
-/// The models that were named, or all that this runtime serves, each in its formats.
+/// The named models, or all that this runtime serves, each in its formats.
 fn subjects(args: &FitArgs) -> Result<Vec<Vec<SizedModel>>> {
     let forms = |name: &str| -> Result<Vec<SizedModel>> {
         if model_shape::is_checkpoint(Path::new(name)) {
@@ -246,7 +246,7 @@ fn write_table(
     Ok(())
 }
 
-/// A rate with about three digits.
+/// Formats a rate with about three digits.
 fn rate(per_s: f64) -> String {
     let decimals = if per_s < 10.0 {
         2

@@ -1,4 +1,4 @@
-//! One request and its answer, as they pass through the picker.
+//! One request and its answer in the picker.
 
 use crate::message::{self, BodiesSent, MessageHeaders};
 use crate::state::{PickerState, PoolInForce};
@@ -16,40 +16,40 @@ use tonic::Status;
 
 /// Maximum size of a request's body.
 const BODY_BYTES_MAX: usize = 32 << 20;
-/// Maximum length of a request id that is taken over.
+/// Maximum length of a request id that is kept.
 const ID_BYTES_MAX: usize = 128;
 const OBJECTIVE: [&str; 2] = ["x-llm-d-inference-objective", "x-gateway-inference-objective"];
 const FAIRNESS: [&str; 2] = ["x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"];
-/// The request header that asks for the answer's headers about its placement.
+/// The request header that requests response headers about the placement.
 const EXPLAIN: &str = "x-mixfleet-explain";
 
-/// A request in the picker. Dropping it cancels it there.
+/// A request in the picker. Dropping it before its end cancels the placement.
 pub(crate) struct Exchange {
     shared: Arc<PickerState>,
     sent: BodiesSent,
     has_begun: bool,
     query: PickQuery,
-    /// The name of its objective, if it has one.
+    /// The name of the request's objective, if there is one.
     objective: Option<String>,
-    /// Where it may go, if the proxy says so.
+    /// Endpoints that the proxy allows, if it names any.
     subset: Option<Vec<String>>,
     explains: bool,
-    /// Pieces of its body that wait for a destination.
+    /// Pieces of the body that wait for a destination.
     waiting: Vec<HttpBody>,
     held_bytes: usize,
-    /// Whether it has a destination, or was refused.
+    /// Whether the request has a destination, or was refused.
     is_decided: bool,
     picked: Option<Picked>,
     pool: Option<Arc<PoolInForce>>,
     answer: AnswerPhase,
 }
 
-/// What has come of the answer.
+/// Status of the answer.
 enum AnswerPhase {
     None,
-    /// Its pieces are read.
+    /// The pieces are read.
     Read(AnswerReader),
-    /// Its pieces pass unread.
+    /// The pieces pass unread.
     Unread,
     Over,
 }
@@ -79,7 +79,7 @@ impl Exchange {
         }
     }
 
-    /// Answers a message of the proxy; with nothing where more of a request is needed first.
+    /// Answers a message of the proxy; empty where more of a request is needed first.
     ///
     /// # Errors
     /// Why the proxy cannot be answered.
@@ -115,14 +115,14 @@ impl Exchange {
         }
     }
 
-    /// Time until the prompt is taken to be computed of an answer that comes whole; none if there is none to
-    /// wait for.
+    /// Time after which the prompt of an unstreamed answer is assumed to be computed; none if no answer is
+    /// expected.
     pub(crate) fn prompt_due(&self) -> Option<Duration> {
         let picked = self.picked.as_ref().filter(|picked| !picked.stream())?;
         matches!(self.answer, AnswerPhase::None).then(|| picked.prompt_due())
     }
 
-    /// Takes the prompt to be computed.
+    /// Records that the prompt is assumed to be computed.
     pub(crate) fn guess_first_token(&mut self) {
         if let Some(picked) = &mut self.picked {
             picked.guess_first_token();
@@ -159,7 +159,7 @@ impl Exchange {
         if self.is_decided {
             return match self.picked.is_some() {
                 true => vec![message::passed_body(body, true)],
-                // it was refused, and what still comes of it goes nowhere
+                // it was refused: further pieces are discarded
                 false => Vec::new(),
             };
         }
@@ -184,7 +184,7 @@ impl Exchange {
         vec![message::refused(refusal)]
     }
 
-    /// Places the request, whose body is there, and sends it on.
+    /// Places the request, whose body is complete, and sends it on.
     async fn place(&mut self) -> Vec<ProcessingResponse> {
         let Some(pool) = self.shared.pool() else {
             return self.refuse(PickRefusal::unavailable("no endpoint of the pool has answered yet"));
@@ -272,7 +272,7 @@ impl Exchange {
         }
     }
 
-    /// Takes the end of the answer.
+    /// Handles the end of the answer.
     fn ended(&mut self) {
         let answer = std::mem::replace(&mut self.answer, AnswerPhase::Over);
         let Some(mut picked) = self.picked.take() else { return };
@@ -292,7 +292,7 @@ impl Exchange {
     }
 }
 
-/// A fault in an answer that passes: what it says of the engine's end only the engine's probe tells.
+/// A fault in a relayed answer: whether the engine has ended is determined by the engine's probe alone.
 fn unfinished(fault: EngineFault) -> EngineFault {
     let kind = if fault.kind == EngineFaultKind::Cut { EngineFaultKind::Failed } else { fault.kind };
     EngineFault { kind, ..fault }

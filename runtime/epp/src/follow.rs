@@ -1,4 +1,4 @@
-//! Follows the file of a pool, and has its endpoints take over once one of them answers.
+//! Follows the file of a pool, and switches to its endpoints once one of them answers.
 
 use crate::pool::EndpointPool;
 use crate::service::EndpointPicker;
@@ -9,12 +9,12 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::AbortHandle;
 
-/// Interval between two looks at the file.
+/// Poll interval of the file.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// The endpoints of a pool, ready to be asked.
+/// The endpoints of a pool, opened.
 pub struct OpenedPool {
-    /// What a gateway needs besides its engines.
+    /// The gateway's parts other than engines.
     pub parts: GatewayParts,
     /// One engine for each endpoint, in the same order.
     pub engines: Vec<EngineSpec>,
@@ -23,7 +23,7 @@ pub struct OpenedPool {
 /// Opens the endpoints of a pool.
 pub type OpenPool = Arc<dyn Fn(&EndpointPool) -> Result<OpenedPool, String> + Send + Sync>;
 
-/// Follows a pool's file for ever. A file that is unreadable or invalid changes nothing.
+/// Follows a pool's file forever. A file that is unreadable or invalid changes nothing.
 pub async fn follow_pool(picker: EndpointPicker, file: PathBuf, open: OpenPool) {
     let mut known: Option<Result<String, String>> = None;
     let mut starting: Option<AbortHandle> = None;
@@ -48,7 +48,7 @@ pub async fn follow_pool(picker: EndpointPicker, file: PathBuf, open: OpenPool) 
                     starting = Some(tokio::spawn(take_over(picker.clone(), opened, pool)).abort_handle());
                 }
                 Err(why) => {
-                    tracing::error!(file = %file.display(), why, "the pool's file is not taken");
+                    tracing::error!(file = %file.display(), why, "the pool's file is invalid");
                 }
             }
             known = Some(text);
@@ -57,7 +57,7 @@ pub async fn follow_pool(picker: EndpointPicker, file: PathBuf, open: OpenPool) 
     }
 }
 
-/// Starts the engines of a pool, and gives it the further requests.
+/// Starts the engines of a pool, and directs further requests to it.
 async fn take_over(picker: EndpointPicker, opened: OpenedPool, pool: EndpointPool) {
     let OpenedPool { parts, engines } = opened;
     assert_eq!(engines.len(), pool.endpoints.len(), "each endpoint is opened as one engine");

@@ -3,11 +3,11 @@
 //!
 //! A proxy streams each request and its answer through [`EndpointPicker`] and gets all bytes back unchanged.
 //! `message` reads and builds the protocol's messages, `exchange` is one request with its answer, `pool`
-//! reads the file that lists the endpoints, and [`follow_pool`] puts a changed file in force. `state` holds
-//! what all requests share. Placement, predictions, corrections and explanations are those of the runtime's
-//! picker, to which endpoints are engines.
+//! reads the file that lists the endpoints, and [`follow_pool`] applies changes of the file. `state` holds
+//! the shared state of requests. Placement, predictions, corrections and explanations are those of the
+//! runtime's picker, in which endpoints are engines.
 //!
-//! Absent: decisions of placement, changes of bodies, Kubernetes' API.
+//! Absent: placement decisions, changes of bodies, Kubernetes' API.
 
 #![cfg_attr(
     not(test),

@@ -1,4 +1,4 @@
-//! Reads what a proxy says, and builds what it is answered.
+//! Parses the proxy's messages, and builds the picker's responses.
 
 use envoy_types::pb::envoy::config::core::v3::header_value_option::HeaderAppendAction;
 use envoy_types::pb::envoy::config::core::v3::{HeaderValue, HeaderValueOption, Metadata};
@@ -14,7 +14,7 @@ use envoy_types::pb::google::protobuf::value::Kind;
 use envoy_types::pb::google::protobuf::{Struct, Value};
 use mixfleet_runtime::picker::PickRefusal;
 
-/// Namespace of what concerns load balancing in a proxy's metadata.
+/// Namespace of load balancing in a proxy's metadata.
 const BALANCER: &str = "envoy.lb";
 /// Header and metadata key of the destinations.
 pub(crate) const DESTINATION: &str = "x-gateway-destination-endpoint";
@@ -33,7 +33,7 @@ impl MessageHeaders<'_> {
         }
     }
 
-    /// The first of these headers that is there.
+    /// The first of these headers that is present.
     pub(crate) fn first(&self, names: &[&str]) -> Option<&str> {
         names.iter().find_map(|name| self.get(name))
     }
@@ -43,7 +43,7 @@ fn field<'a>(metadata: Option<&'a Metadata>, namespace: &str, key: &str) -> Opti
     metadata?.filter_metadata.get(namespace)?.fields.get(key)?.kind.as_ref()
 }
 
-/// The endpoints among which a proxy lets the picker choose; none if it may choose among all.
+/// The endpoints that a proxy allows; none if it allows all.
 pub(crate) fn subset(metadata: Option<&Metadata>) -> Option<Vec<String>> {
     let list =
         |text: &str| text.split(',').map(|one| one.trim().to_owned()).filter(|one| !one.is_empty()).collect();
@@ -56,12 +56,12 @@ pub(crate) fn subset(metadata: Option<&Metadata>) -> Option<Vec<String>> {
             Some(texts.collect())
         }
         Kind::StringValue(text) => Some(list(text)),
-        // a hint that is no list names nothing
+        // a hint that is not a list names no endpoints
         _ => Some(Vec::new()),
     }
 }
 
-/// The endpoint that a proxy says that served a request.
+/// The endpoint that served a request, as the proxy reports it.
 pub(crate) fn served(metadata: Option<&Metadata>) -> Option<&str> {
     match field(metadata, BALANCER, "x-gateway-destination-endpoint-served")? {
         Kind::StringValue(text) => Some(text),
@@ -69,10 +69,10 @@ pub(crate) fn served(metadata: Option<&Metadata>) -> Option<&str> {
     }
 }
 
-/// Checks that bodies are sent in the only way that is taken, or not at all.
+/// Checks that the body mode is the supported one, or that bodies are not sent.
 ///
 /// # Errors
-/// What is to be configured.
+/// The required configuration.
 pub(crate) fn check_modes(protocol: Option<&ProtocolConfiguration>) -> Result<BodiesSent, String> {
     let Some(modes) = protocol else { return Ok(BodiesSent { request: true, response: true }) };
     let is_sent = |name: &str, mode: i32| match BodySendMode::try_from(mode) {
@@ -110,7 +110,7 @@ fn mutation(headers: &[(&str, String)]) -> Option<HeaderMutation> {
     (!set_headers.is_empty()).then_some(HeaderMutation { set_headers, ..HeaderMutation::default() })
 }
 
-/// Sends a request on to these destinations.
+/// Builds the response that sends a request to these destinations.
 pub(crate) fn destined(destinations: &str) -> ProcessingResponse {
     let text = Value { kind: Some(Kind::StringValue(destinations.into())) };
     let inner = Struct { fields: [(DESTINATION.to_owned(), text)].into() };
@@ -126,13 +126,13 @@ pub(crate) fn destined(destinations: &str) -> ProcessingResponse {
     }
 }
 
-/// Passes the headers of an answer on, with further ones.
+/// Builds the response that passes the headers of an answer on, with additional ones.
 pub(crate) fn passed_headers(more: &[(&str, String)]) -> ProcessingResponse {
     let common = CommonResponse { header_mutation: mutation(more), ..CommonResponse::default() };
     of(Response::ResponseHeaders(HeadersResponse { response: Some(common) }))
 }
 
-/// Passes a piece of a body on.
+/// Builds the response that passes a piece of a body on.
 pub(crate) fn passed_body(body: HttpBody, is_request: bool) -> ProcessingResponse {
     let HttpBody { body, end_of_stream, end_of_stream_without_message, grpc_message_compressed, .. } = body;
     let streamed = StreamedBodyResponse {
@@ -148,13 +148,13 @@ pub(crate) fn passed_body(body: HttpBody, is_request: bool) -> ProcessingRespons
     of(if is_request { Response::RequestBody(response) } else { Response::ResponseBody(response) })
 }
 
-/// Passes trailers on.
+/// Builds the response that passes trailers on.
 pub(crate) fn passed_trailers(is_request: bool) -> ProcessingResponse {
     let response = TrailersResponse::default();
     of(if is_request { Response::RequestTrailers(response) } else { Response::ResponseTrailers(response) })
 }
 
-/// Answers a request in place of an endpoint.
+/// Builds the response in place of an endpoint.
 pub(crate) fn refused(refusal: PickRefusal) -> ProcessingResponse {
     let PickRefusal { status, retry_after_s, code, body } = refusal;
     let mut headers = vec![("content-type", "application/json".to_owned())];

@@ -1,14 +1,15 @@
-//! The file that lists the endpoints of a pool, as llm-d's file discovery has it, with labels of our own.
+//! The file that lists the endpoints of a pool, in the format of llm-d's file discovery with additional
+//! labels.
 
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 
-/// Endpoints that a pool has at most.
+/// Maximum number of endpoints of a pool.
 const ENDPOINTS_MAX: usize = 1024;
-/// What labels of ours begin with.
+/// Prefix of mixfleet's labels.
 const OWN_LABEL: &str = "mixfleet.dev/";
-/// Labels of ours that say the same as a word of `--worker-engine`, with that word.
+/// Labels that equal an argument of `--worker-engine`, with the argument.
 const LABEL_WORDS: [(&str, &str); 12] = [
     ("usd-per-hour", "usd"),
     ("part", "part"),
@@ -36,11 +37,11 @@ pub struct EndpointPool {
 /// A model server of a pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolEndpoint {
-    /// Its name in the file.
+    /// Name in the file.
     pub name: String,
-    /// Its address, by which proxies know it.
+    /// Address in the proxies' configuration.
     pub address: SocketAddr,
-    /// What is known of it, as `--worker-engine` has it: `KIND:http://HOST:PORT[=ROLE][,WORD=VALUE...]`.
+    /// The engine as an argument of `--worker-engine`: `KIND:http://HOST:PORT[=ROLE][,WORD=VALUE...]`.
     pub engine: String,
 }
 
@@ -66,7 +67,7 @@ struct PoolEntry {
     labels: BTreeMap<String, String>,
 }
 
-/// A port as text, as llm-d's file has it, or as a number.
+/// A port as text, as in llm-d's file, or as a number.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum PortText {
@@ -85,7 +86,7 @@ impl PortText {
 }
 
 impl EndpointPool {
-    /// Reads the text of a file, YAML or JSON.
+    /// Parses the file's text, YAML or JSON.
     ///
     /// # Errors
     /// The fault of the file.
@@ -96,7 +97,7 @@ impl EndpointPool {
             return Err("it lists no endpoints".into());
         }
         if endpoints.len() > ENDPOINTS_MAX {
-            return Err(format!("it lists {} endpoints; at most {ENDPOINTS_MAX} are taken", endpoints.len()));
+            return Err(format!("it lists {} endpoints; expected at most {ENDPOINTS_MAX}", endpoints.len()));
         }
         let read =
             |entry: &PoolEntry| entry.endpoint().map_err(|why| format!("endpoint '{}': {why}", entry.name));
@@ -116,7 +117,7 @@ impl EndpointPool {
 
 impl PoolEntry {
     fn endpoint(&self) -> Result<PoolEndpoint, String> {
-        let port = self.port.number().ok_or("its port is no number from 1 to 65535")?;
+        let port = self.port.number().ok_or("its port is not a number from 1 to 65535")?;
         let address = SocketAddr::new(self.address, port);
         if let Some(metrics) = self.metrics_host.as_ref().filter(|host| **host != address.to_string()) {
             return Err(format!("metricsHost '{metrics}': metrics are read at {address} only; leave it out"));
@@ -138,7 +139,7 @@ impl PoolEntry {
             }
             engine = format!("{engine},{word}={value}");
         }
-        // llm-d's, which its picker compares with what the server lists
+        // llm-d's label, which its picker compares with the models that the server lists
         if let Some(model) = self.labels.get("model").filter(|_| own("model").is_none()) {
             if model.contains(',') {
                 return Err(format!("label 'model': '{model}' has a comma"));
@@ -152,7 +153,7 @@ impl PoolEntry {
         Ok(PoolEndpoint { name, address, engine })
     }
 
-    /// Its role, by our label or by llm-d's.
+    /// The role, by mixfleet's label or by llm-d's.
     fn role(&self) -> Result<&str, String> {
         let label = |name: &str| self.labels.get(name).map(String::as_str);
         match label("mixfleet.dev/role").or_else(|| label("llm-d.ai/role")) {

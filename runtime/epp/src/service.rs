@@ -23,28 +23,28 @@ use tonic_health::server::{HealthReporter, health_reporter};
 
 /// Maximum size of a message: a proxy sends a body in pieces far below it.
 const MESSAGE_BYTES_MAX: usize = 4 << 20;
-/// Interval between two looks at readiness.
+/// Poll interval of readiness.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// The health services of the protocol: that of the process, and those that follow readiness.
+/// Names of the health services: the process, and those that follow readiness.
 const LIVENESS: &str = "liveness";
 const READINESS: [&str; 2] = ["readiness", "envoy.service.ext_proc.v3.ExternalProcessor"];
 
-/// The endpoint picker; clones are the same one.
+/// The endpoint picker; clones share their state.
 #[derive(Clone)]
 pub struct EndpointPicker(pub(crate) Arc<PickerState>);
 
 impl EndpointPicker {
-    /// A picker without a pool, which refuses all requests until it has one.
+    /// Creates a picker without a pool, which refuses all requests until it has one.
     pub fn new(env: SharedEnv, settings: PickerSettings) -> Self {
         EndpointPicker(Arc::new(PickerState::new(env, settings)))
     }
 
-    /// Puts a pool in force for further requests; `picker` has its endpoints as engines, in the same order.
+    /// Applies a pool to further requests; `picker` has its endpoints as engines, in the same order.
     pub fn take_pool(&self, picker: Picker, pool: &EndpointPool) {
         self.0.take_pool(PoolInForce::new(picker, pool));
     }
 
-    /// Whether there is a pool.
+    /// Whether a pool is present.
     pub fn is_synced(&self) -> bool {
         self.0.pool().is_some()
     }
@@ -59,7 +59,7 @@ struct ProxySession {
 }
 
 impl ProxySession {
-    /// The next answer, or none once the proxy is done.
+    /// The next response, or none once the proxy is done.
     async fn next(&mut self) -> Option<Result<ProcessingResponse, Status>> {
         loop {
             if let Some(answer) = self.answers.pop_front() {
@@ -77,13 +77,13 @@ impl ProxySession {
                     self.inbound.message().await
                 }
             };
-            // a proxy that resets its stream has lost its client, and hears nothing any more
+            // a proxy that resets its stream has lost its client, and receives no further response
             let Ok(Some(message)) = message else { return None };
             match self.exchange.step(message).await {
                 Ok(answers) => self.answers.extend(answers),
                 Err(status) => {
                     self.is_over = true;
-                    tracing::warn!(status = status.message(), "a proxy is not answered");
+                    tracing::warn!(status = status.message(), "a proxy stream is refused");
                     return Some(Err(status));
                 }
             }
@@ -91,18 +91,18 @@ impl ProxySession {
     }
 }
 
-/// Where a picker listens.
+/// Listening addresses of a picker.
 pub struct PickerListeners {
-    /// For proxies.
+    /// The address for proxies.
     pub processing: TcpListener,
-    /// For health checks alone.
+    /// The address for health checks alone.
     pub health: TcpListener,
 }
 
-/// Answers proxies and health checks until `told`; what is in work then goes on.
+/// Serves proxies and health checks until `told`; requests in progress then continue.
 ///
 /// # Errors
-/// Why it cannot serve.
+/// The reason why it cannot serve.
 pub async fn serve(
     picker: EndpointPicker,
     listeners: PickerListeners,
@@ -111,7 +111,7 @@ pub async fn serve(
     let (reporter, health) = health_reporter();
     let incoming = |listener| TcpIncoming::from(listener).with_nodelay(Some(true));
     let processor = ExternalProcessorServer::new(picker.clone()).max_decoding_message_size(MESSAGE_BYTES_MAX);
-    // proxies check the health of the port that they use
+    // proxies check health on the port that they use
     let processing = Server::builder()
         .add_service(processor)
         .add_service(health.clone())

@@ -1,4 +1,4 @@
-//! What all requests of a picker share: its settings, the pool in force and the bytes that wait.
+//! The shared state of a picker's requests: settings, the current pool and buffered bytes.
 
 use crate::pool::EndpointPool;
 use mixfleet_runtime::env::SharedEnv;
@@ -9,17 +9,17 @@ use std::sync::{Arc, PoisonError, RwLock};
 
 /// Bytes of all bodies that wait for a destination; further ones get 429.
 const HELD_BYTES_MAX: usize = 1 << 30;
-/// What an operator chooses.
+/// Settings of the operator.
 #[derive(Clone, Copy, Debug)]
 pub struct PickerSettings {
-    /// Endpoints that are named behind the destination at most.
+    /// Maximum number of endpoints that are named after the destination.
     pub fallbacks: usize,
 }
 
 /// A pool whose endpoints get requests.
 pub(crate) struct PoolInForce {
     pub(crate) picker: Picker,
-    /// By the position of an engine, as proxies write them.
+    /// Addresses by the position of an engine, in the proxies' format.
     pub(crate) addresses: Vec<String>,
     pub(crate) positions: HashMap<String, usize>,
     pub(crate) objectives: BTreeMap<String, i32>,
@@ -32,7 +32,7 @@ impl PoolInForce {
         PoolInForce { picker, addresses, positions, objectives: pool.objectives.clone() }
     }
 
-    /// The positions of all endpoints but those of a list, which has addresses with or without a port.
+    /// The positions of all endpoints outside of a list of addresses with or without ports.
     pub(crate) fn all_but(&self, listed: &[String]) -> Vec<usize> {
         let host = |address: &str| address.rsplit_once(':').map(|(host, _)| host.to_owned());
         let is_listed = |address: &String| {
@@ -43,7 +43,7 @@ impl PoolInForce {
     }
 }
 
-/// What all requests share.
+/// The shared state of all requests.
 pub(crate) struct PickerState {
     env: SharedEnv,
     pub(crate) settings: PickerSettings,
@@ -69,10 +69,10 @@ impl PickerState {
         format!("pick-{:016x}{:016x}", self.env.random(), self.env.random())
     }
 
-    /// Takes bytes of a body that waits.
+    /// Reserves bytes of a body that waits.
     ///
     /// # Errors
-    /// The refusal of the request, if too many wait.
+    /// The refusal of the request, if too many bytes wait.
     pub(crate) fn hold(&self, bytes: usize) -> Result<(), PickRefusal> {
         let held = self.held_bytes.fetch_add(bytes, Ordering::AcqRel) + bytes;
         if held <= HELD_BYTES_MAX {

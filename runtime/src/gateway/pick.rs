@@ -1,5 +1,4 @@
-//! A request whose bytes another process carries: it is placed here, and what passes of its answer is learned
-//! from, as if it were relayed.
+//! A request whose bytes another process relays: it is placed here, and the relayed answer is observed.
 
 use super::relay::Passage;
 use super::suspects::NoPlace;
@@ -10,19 +9,19 @@ use mixfleet_scheduler::fleet::{Explanation, Outcome, Role};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Why no two engines share a request that a proxy carries.
+/// The reason why two engines never share a relayed request.
 const CARRIED: &str = "a proxy carries it to one engine";
 
-/// A request that a proxy carries. Dropping it before it is done cancels it here.
+/// A request that a proxy relays. Dropping it before its end cancels the placement.
 pub(crate) struct PickedPassage {
     passage: Box<Passage>,
-    /// The other engines that could take it, best first.
+    /// The runners-up, best first.
     pub(crate) runners_up: Vec<usize>,
-    /// Predicted wait of its prompt.
+    /// Predicted wait of the prompt.
     pub(crate) waits: Seconds,
 }
 
-/// The engines besides the chosen one that could take all of a request: those that meet the objectives by
+/// The engines besides the chosen one that could answer the whole request: those that meet the objectives by
 /// score, then the others.
 pub(super) fn runners_up(explanation: &Explanation) -> Vec<usize> {
     let mut others: Vec<(bool, f64, usize)> = Vec::new();
@@ -45,10 +44,10 @@ pub(super) fn runners_up(explanation: &Explanation) -> Vec<usize> {
     others.into_iter().map(|(_, _, at)| at).collect()
 }
 
-/// Places a request on one of the engines that may answer, but for those `left_out`.
+/// Places a request on one of the engines that may answer, except those in `left_out`.
 ///
 /// # Errors
-/// Why it has no place.
+/// The reason for a missing placement.
 pub(crate) async fn pick(
     gateway: &Arc<Gateway>,
     wanted: RelayRequest,
@@ -66,7 +65,7 @@ pub(crate) async fn pick(
         ..Asked::first(request, &wanted)
     };
     let place = gateway.place_apart(&asked).await.map_err(NoPlace::error)?;
-    // the bytes are the proxy's from here on
+    // from here on the proxy holds the bytes
     let wanted = RelayRequest { body: Arc::default(), ..wanted };
     let mut passage = Box::new(Passage::new(gateway.clone(), request, wanted, came, place.due));
     passage.take_place(&place);
@@ -96,17 +95,17 @@ impl Gateway {
 }
 
 impl PickedPassage {
-    /// The engine that it is placed on; none once it is done.
+    /// The engine of the placement; none after the end.
     pub(crate) fn at(&self) -> Option<usize> {
         self.passage.at
     }
 
-    /// Predicted time to its first token.
+    /// Predicted time to the first token.
     pub(crate) fn ttft(&self) -> Seconds {
         self.passage.ttft
     }
 
-    /// Notes the engine that answers, as the proxy reports it; true if the request was placed on another one.
+    /// Records the engine that answers, by the proxy's report; true if the request was placed on another one.
     pub(crate) fn served_by(&mut self, at: usize) -> bool {
         if self.passage.at == Some(at) || at >= self.passage.gateway.engines() {
             return false;
@@ -127,19 +126,19 @@ impl PickedPassage {
         match gateway.place(&asked) {
             Ok(place) => self.passage.take_place(&place),
             Err((reason, _)) => {
-                tracing::debug!(id = %self.passage.wanted.id, %reason, "who answers has no place for it");
+                tracing::debug!(id = %self.passage.wanted.id, %reason, "the answering engine has no free place");
             }
         }
         true
     }
 
-    /// Time from now until the prompt of a whole answer is taken to be computed.
+    /// Time from now until the prompt of an unstreamed answer is assumed to be computed.
     pub(crate) fn prompt_due(&self) -> Duration {
         let left = self.passage.times.asked + self.passage.ttft - self.passage.gateway.env.now();
         Duration::try_from_secs_f64(left.0.max(0.0)).unwrap_or_default()
     }
 
-    /// Takes the prompt to be computed: of a whole answer nothing tells when it is.
+    /// Records that the prompt is assumed to be computed: an unstreamed answer does not show the time.
     pub(crate) fn guess_first_token(&mut self) {
         if let Some(at) = self.passage.at {
             self.passage.gateway.metrics.guess_first_token(self.passage.request);
@@ -147,27 +146,30 @@ impl PickedPassage {
         }
     }
 
-    /// Takes a chunk of a stream that passes.
+    /// Handles a relayed chunk of a stream.
     pub(crate) fn chunk(&mut self, chunk: &EngineChunk) {
         self.passage.account(chunk);
     }
 
-    /// Takes the end of a complete answer, with its lengths if they are known.
+    /// Handles the end of a complete answer, with its lengths if they are known.
     pub(crate) fn done(&mut self, usage: Option<EngineUsage>) {
         self.passage.usage = usage.or(self.passage.usage);
         self.passage.clear();
         self.passage.finish();
     }
 
-    /// Lengths of its answer, as far as they are known.
+    /// Lengths of the answer, as far as they are known.
     pub(crate) fn usage(&self) -> Option<EngineUsage> {
         self.passage.usage
     }
 
-    /// Takes an engine's failure. None counts as the engine's end: the body is not here, by which a request
-    /// that ends engines would be known.
+    /// Handles an engine's failure. It never counts as the end of an engine: the body, by which a deadly
+    /// request would be recognised, is not here.
     pub(crate) fn failed(&mut self, fault: &EngineFault) {
-        assert!(fault.kind != EngineFaultKind::Cut, "what a proxy carries ends no engine");
+        assert!(
+            fault.kind != EngineFaultKind::Cut,
+            "a relayed request must not count as the end of an engine"
+        );
         self.passage.failed(fault);
     }
 }

@@ -4,10 +4,10 @@
 //! token. Only names that the template wrote count. Two further renders prove who wrote a name:
 //!
 //! - In the first, the names of special tokens in the template's source are replaced by stand-ins. Where the
-//! text then differs from the original in stand-ins alone, the template wrote those names whole.
+//!   text then differs from the original in stand-ins alone, the template wrote those names whole.
 //! - Names that remain may be composed by the template (`'<|' + message.role + '|>'`). In another render all
-//! characters of the client's text that special tokens consist of are replaced by stand-ins; where the text
-//! differs from the original in stand-ins alone, names without stand-ins are the template's.
+//!   characters of the client's text that special tokens consist of are replaced by stand-ins; where the text
+//!   differs from the original in stand-ins alone, names without stand-ins are the template's.
 //!
 //! If a template branches on the client's text, renders may differ otherwise, and prove nothing. The second
 //! render is then repeated with those words of the client left in place that also occur in the template's

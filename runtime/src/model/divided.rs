@@ -265,7 +265,7 @@ impl<'s> Busy<'s, '_> {
     /// - One if the stage is one device, or if its devices exchange everything.
     /// - Layers with logits, and the draw, if the devices' threads exchange the rest.
     /// - Else attention and MLP of each layer, logits, and the draw. Devices that exchange everything have
-    /// these phases too where KV leaves, except for the draw.
+    ///   these phases too where KV leaves, except for the draw.
     fn phases(&self) -> usize {
         let halves = 2 * self.layers();
         match (&self.sums, self.has_logits()) {

@@ -5,12 +5,12 @@
 //! ([`LatentAttention::expands`]), for all prompts of a step or for none, and needs no operation of its own:
 //!
 //! - Keys are one product of the stored vectors, by a matrix `[heads, nope + rope, kv_rank + rope]` that
-//! copies the rotated part to each head.
+//!   copies the rotated part to each head.
 //! - Operations multiply scores by `1/sqrt(nope + rope)`. Other multipliers of a family are applied to the
-//! input of the keys: a rotation by a zero angle, whose cosines are the multiplier.
+//!   input of the keys: a rotation by a zero angle, whose cosines are the multiplier.
 //! - Values are padded to the length of keys: no operation reads the padding. It costs attention `4 (nope +
-//! rope)` operations a pair in place of `2 (nope + rope) + 2 v`: 768 in place of 640 in DeepSeek-V3, beside
-//! 2176 over latents.
+//!   rope)` operations a pair in place of `2 (nope + rope) + 2 v`: 768 in place of 640 in DeepSeek-V3, beside
+//!   2176 over latents.
 
 use super::arena::Packer;
 use super::bind::NeededOps;

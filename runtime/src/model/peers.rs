@@ -6,12 +6,12 @@
 //! [follow](Queue::follow) the senders. Three rules keep this correct:
 //!
 //! - A queue follows the end of batches that were submitted earlier, by the same thread. So no two queues
-//! wait for each other, and none waits for work that is never submitted because a member failed.
+//!   wait for each other, and none waits for work that is never submitted because a member failed.
 //! - A push must not overwrite data that the receiver still adds, so there are two buffers in turn. A sender
-//! that pushes for the third time has followed the end of the receiver's second push, which was submitted
-//! behind the receiver's first sum.
+//!   that pushes for the third time has followed the end of the receiver's second push, which was submitted
+//!   behind the receiver's first sum.
 //! - A failure is reported by its own queue, and other queues go on with the data present. The step waits for
-//! the last batch of each member before any result is read.
+//!   the last batch of each member before any result is read.
 
 use super::graph::Forward;
 use mixfleet_hal::cast::to_u32;

@@ -38,12 +38,12 @@ impl Tensor {
 /// features]`, as stored.
 ///
 /// - `q` is `[heads * head_dim, hidden]`; with latent attention `[heads * (nope + rope), q_rank]` where
-/// queries are projected to `q_rank` numbers first, by `q_down`.
+///   queries are projected to `q_rank` numbers first, by `q_down`.
 /// - `kv_down` is `[kv_rank + rope, hidden]`: latents, and the rotated part of keys.
 /// - `lift` is `[heads, kv_rank, nope]` and `lower` `[heads, v, kv_rank]`; `keys`, which is present where
-/// latents may be expanded, is `[heads, nope + rope, kv_rank + rope]`.
+///   latents may be expanded, is `[heads, nope + rope, kv_rank + rope]`.
 /// - The gates of experts are `[experts, intermediate, hidden]`, or `[experts, intermediate, 2, hidden]` with
-/// each row before the row of up, where both are one matrix.
+///   each row before the row of up, where both are one matrix.
 #[derive(Clone, Debug)]
 struct WeightTable([Option<Tensor>; Weight::COUNT]);
 
