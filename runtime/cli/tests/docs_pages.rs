@@ -20,7 +20,7 @@ const OF_CHILDREN: &str = "--child";
 const REPEATED_MIN: usize = 3;
 
 /// Pages that have not been shortened yet.
-const UNSHORTENED: [&str; 3] = ["api.md", "kv-pool.md", "models.md"];
+const UNSHORTENED: [&str; 1] = ["kv-pool.md"];
 
 /// Options on pages that belong to other programs.
 const FOREIGN: [&str; 13] = [
