@@ -272,7 +272,7 @@ fn read(file: File, known: &[Arc<Tenant>]) -> Result<Vec<Known>, String> {
         let hash = entry.hash()?;
         let Entry { name, cache_salt, requests, max_tokens, debug, hide_cached_tokens, .. } = entry;
         if name.is_empty() || !names.insert(name.clone()) {
-            return Err(format!("tenant '{name}': each needs a name of its own"));
+            return Err(format!("tenant '{name}': each needs a unique name"));
         }
         if !hashes.insert(hash) {
             return Err(format!("tenant '{name}': another tenant has the same key"));
@@ -395,7 +395,7 @@ mod tests {
             (entry("key = 's3cret'\nlimit = 0"), "unknown field `limit`"),
             (entry("key = 's3cret'\ndebug = 's3cret'"), "line 4"),
             (entry("key = 's3cret"), "line 3"),
-            (entry("key = 's3cret'\n") + &entry("key = 'other'"), "a name of its own"),
+            (entry("key = 's3cret'\n") + &entry("key = 'other'"), "a unique name"),
             (entry("key = 's3cret'\n[[tenant]]\nname='b'\nkey='s3cret'"), "the same key"),
         ] {
             let error = Access::tenants(&text).unwrap_err();

@@ -43,7 +43,7 @@ pub(crate) fn plan(
     let add_generation_prompt = fields.boolean("add_generation_prompt")?.unwrap_or(!goes_on);
     if goes_on && add_generation_prompt {
         let message =
-            "'continue_final_message' goes on with the last message, and so excludes 'add_generation_prompt'";
+            "'continue_final_message' continues the last message, and so excludes 'add_generation_prompt'";
         return Err(ApiError::value("continue_final_message", message));
     }
     let mut arguments = fields.object("chat_template_kwargs")?.unwrap_or_default();

@@ -88,7 +88,7 @@ pub(crate) use shapes::Endpoint;
 pub(crate) use tally::Tally;
 use work::WorkPool;
 
-/// Seconds that clients are told to wait while the model loads or the process ends.
+/// Value of `retry-after` in seconds while the model loads or the process ends.
 const RETRY_AFTER_S: u64 = 5;
 
 /// Limits on what clients can make the server hold.

@@ -189,7 +189,7 @@ fn check_best_of(fields: &mut Fields<'_>, choices: u32) -> Result<(), ApiError> 
     match fields.integer("best_of", 1..=CHOICES_MAX)? {
         Some(best_of) if best_of > i64::from(choices) => Err(ApiError::unsupported(
             "best_of",
-            "ask for as many choices with 'n' and 'logprobs', and choose",
+            "request as many choices with 'n' and 'logprobs', and choose",
         )),
         Some(best_of) if best_of < i64::from(choices) => {
             let message = format!("'best_of' is {best_of}, less than 'n', which is {choices}");

@@ -54,10 +54,7 @@ impl Tools {
         let Some(raw) = fields.take("tools") else {
             return match choice {
                 None | Some(None | Some(ToolChoice::Auto)) => Ok(None),
-                Some(_) => Err(ApiError::value(
-                    "tool_choice",
-                    "'tool_choice' asks for tools, and there are no 'tools'",
-                )),
+                Some(_) => Err(ApiError::value("tool_choice", "'tool_choice' needs 'tools'")),
             };
         };
         if raw.get().len() > TOOLS_BYTES_MAX {
@@ -78,7 +75,7 @@ impl Tools {
         if let ToolChoice::Named(name) = &choice
             && !functions.iter().any(|(known, _)| known == name)
         {
-            let message = format!("'tool_choice' names {name:?}, which is none of the 'tools'");
+            let message = format!("'tool_choice' names {name:?}, which is not in 'tools'");
             return Err(ApiError::value("tool_choice", message));
         }
         Ok(Some(Tools { given, functions, choice, parallel }))

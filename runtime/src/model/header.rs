@@ -129,7 +129,7 @@ fn check_unique(file: &Path, entries: &[(String, Entry)]) -> Result<()> {
     let mut names: Vec<_> = entries.iter().map(|(name, _)| name).collect();
     names.sort_unstable();
     match names.windows(2).find(|pair| pair[0] == pair[1]) {
-        Some(pair) => Err(Error::tensor(file, pair[0], "stands in the header twice")),
+        Some(pair) => Err(Error::tensor(file, pair[0], "occurs twice in the header")),
         None => Ok(()),
     }
 }

@@ -418,7 +418,7 @@ fn no_weights(directory: &Path) -> String {
         Some(name) => {
             format!("{missing}, and the format of {name} is not supported; supported: safetensors, GGUF")
         }
-        None => format!("{missing}; download them, or ask for random ones with --random-weights"),
+        None => format!("{missing}; download them, or use random ones with --random-weights"),
     }
 }
 

@@ -288,7 +288,7 @@ fn cut_of(whole: &Quantised, rows: &Range<u32>, columns: &Range<u32>) -> Result<
     if !columns.start.is_multiple_of(step) {
         let start = columns.start;
         return Err(format!(
-            "{whole} weights cannot be divided at column {start}, which is no multiple of {step}: {INSTEAD}"
+            "{whole} weights cannot be divided at column {start}, which is not a multiple of {step}: {INSTEAD}"
         ));
     }
     let fits = part.check(columns.end - columns.start);

@@ -80,7 +80,7 @@ fn tokens(text: &[u8]) -> std::result::Result<Vec<Vec<u8>>, String> {
             return Err(format!("line {number}: its token also has the rank {other}"));
         }
         if by_rank.insert(rank, token).is_some() {
-            return Err(format!("line {number}: rank {rank} is there twice"));
+            return Err(format!("line {number}: rank {rank} occurs twice"));
         }
     }
     if let Some(missing) = (0..=u8::MAX).find(|byte| !ranks.contains_key([*byte].as_slice())) {

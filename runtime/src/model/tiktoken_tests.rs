@@ -179,7 +179,7 @@ fn a_damaged_file_is_named_with_the_line() {
         (line(&format!("{third}\n")), "line 3: expected a token"),
         (line(&format!("{third} -2\n")), "line 3: its rank is not a whole number"),
         (line(&format!("{third} 99999999999\n")), "line 3: its rank is not a whole number"),
-        (line(&format!("{third} 1\n")), "line 3: rank 1 is there twice"),
+        (line(&format!("{third} 1\n")), "line 3: rank 1 occurs twice"),
         (line(&format!("{third} 2\n{third} 259\n")), "line 4: its token also has the rank 2"),
         (line(""), "byte 0x59 has no token"),
         (line(&format!("{third} 300\n")), "259 tokens up to rank 300, expected every rank from 0 on"),

@@ -227,7 +227,7 @@ impl GgufFile {
             let kind = reader.u32()?;
             let value = reader.value(&key, kind)?;
             if values.insert(key.clone(), value).is_some() {
-                return Err(reader.error(format!("key '{key}' stands in the header twice")));
+                return Err(reader.error(format!("key '{key}' occurs twice in the header")));
             }
         }
         let mut infos = Vec::new();
@@ -252,7 +252,7 @@ impl GgufFile {
             };
             tensor.range = to_usize(from)..to_usize(end);
             if gguf.tensors.insert(name.clone(), tensor).is_some() {
-                return Err(Error::tensor(file, &name, "stands in the header twice"));
+                return Err(Error::tensor(file, &name, "occurs twice in the header"));
             }
         }
         Ok(gguf)
@@ -295,7 +295,7 @@ impl GgufFile {
         for (name, tensor) in other.tensors {
             let tensor = GgufTensor { shard, ..tensor };
             if self.tensors.insert(name.clone(), tensor).is_some() {
-                return Err(Error::tensor(&other.file, &name, "stands in an earlier file, too"));
+                return Err(Error::tensor(&other.file, &name, "also occurs in an earlier file"));
             }
         }
         Ok(())
@@ -432,7 +432,9 @@ fn info(reader: &mut Reader<impl Read>) -> Result<(String, GgufTensor, u64)> {
     };
     let (weights, block_bytes) = (kind.columns(), kind.bytes() as u64);
     if !columns.is_multiple_of(weights) {
-        return Err(wrong(format!("rows of {columns} weights are no whole number of blocks of {weights}")));
+        return Err(wrong(format!(
+            "rows of {columns} weights are not a whole number of blocks of {weights}"
+        )));
     }
     let bytes = (columns / weights).checked_mul(block_bytes).and_then(|row| row.checked_mul(rows));
     let Some(bytes) = bytes.and_then(|bytes| usize::try_from(bytes).ok()) else {

@@ -73,7 +73,7 @@ fn generated_texts_have_the_ids_of_llama_cpp_in_every_vocabulary() {
 fn the_rules_of_every_name_are_expressions_that_divide_text() {
     let mut seen = Vec::new();
     for name in pre::names() {
-        assert!(!seen.contains(&name), "{name} is there twice");
+        assert!(!seen.contains(&name), "{name} occurs twice");
         seen.push(name);
         for expression in pre::named(name).expect("rules").expressions {
             let pattern = tokenizers::pre_tokenizers::split::SplitPattern::Regex((*expression).to_owned());
