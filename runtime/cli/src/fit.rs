@@ -223,8 +223,8 @@ fn write_table(
     let width = fitting.iter().map(|row| row.model.len()).max().unwrap_or(0).max("model".len());
     writeln!(
         out,
-        "{:<width$}  {:<6}{:>8}{:>13}{:>10}{:>14}{:>11}",
-        "model", "stored", "GB", "alone tok/s", "8 tok/s", "prompt tok/s", "KV tokens"
+        "{:<width$}  {:<6}{:>8}{:>13}{:>10}{:>14}{:>8}{:>11}",
+        "model", "stored", "GB", "alone tok/s", "8 tok/s", "prompt tok/s", "error", "KV tokens"
     )?;
     let mut last = "";
     for row in fitting {
@@ -233,12 +233,13 @@ fn write_table(
         let whole = row.kv_tokens >= u64::from(row.context_max);
         writeln!(
             out,
-            "{name:<width$}  {:<6}{:>8.1}{:>13}{:>10}{:>14}{:>11}{}",
+            "{name:<width$}  {:<6}{:>8.1}{:>13}{:>10}{:>14}{:>8}{:>11}{}",
             row.weights,
             row.weight_bytes / GB,
             rate(row.decode_tokens_per_s),
             row.decode_8_tokens_per_s.map_or_else(|| "-".into(), rate),
             rate(row.prefill_tokens_per_s),
+            row.error.map_or_else(|| "?".into(), |error| format!("{:.0} %", 100.0 * error)),
             row.kv_tokens,
             if whole { "" } else { " (< context)" }
         )?;
