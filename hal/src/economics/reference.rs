@@ -102,7 +102,7 @@ impl ReferenceOffer {
         match self.support {
             PriceSupport::Clouds(1) => "built-in price of one smaller cloud".into(),
             PriceSupport::Clouds(providers) => {
-                format!("built-in median of {providers} smaller clouds and marketplaces")
+                format!("built-in median of {providers} smaller clouds")
             }
             PriceSupport::Hyperscalers => "built-in least of aws, azure and gcp".into(),
             PriceSupport::Marketplaces => "built-in price of a marketplace".into(),
