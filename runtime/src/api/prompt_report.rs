@@ -109,8 +109,8 @@ impl PromptReader {
 
     /// Takes the next token of the prompt.
     ///
+    /// # Errors
     /// When the token differs from the prompt's, or has no log-probabilities.
-    /// When it is another one, or has no log-probabilities.
     pub(crate) fn take(&mut self, id: u32, logprobs: Option<Logprobs>) -> Result<(), String> {
         if self.ids.get(self.entries.len()) != Some(&id) || logprobs.is_none() {
             return Err("the engine returned another prompt than the requested one".into());
