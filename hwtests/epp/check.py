@@ -7,7 +7,7 @@ import sys
 import time
 
 from envoy import Envoy
-from picker import Answered, Picker, Server, free_port
+from picker import Answered, Picker, Server
 
 sys.path.insert(0, "hwtests/engines")
 from common import check  # noqa: E402
@@ -29,11 +29,11 @@ class Bench:
         # unlike ones: the first computes prompts three times as fast
         self.servers = [Server(token_ms=ms, pace_ms=4) for ms in (0.02, 0.06, 0.06)]
         self.picker = Picker(program, self.servers, objectives={"batch": -1})
-        self.fronts = {name: f"127.0.0.1:{free_port()}" for name in ("picked", "subset", "foreign", "plain", "admin")}
         addresses = [server.address for server in self.servers]
-        fronts = {self.fronts["picked"]: "picker", self.fronts["subset"]: ("picker", addresses[2:]),
-                  self.fronts["foreign"]: ("picker", ["10.9.9.9:1"]), self.fronts["plain"]: "round_robin"}
-        self.envoy = Envoy(envoy, fronts, addresses, self.picker.listen, self.fronts["admin"], self.picker.health)
+        fronts = {"picked": "picker", "subset": ("picker", addresses[2:]), "foreign": ("picker", ["10.9.9.9:1"]),
+                  "plain": "round_robin"}
+        self.envoy = Envoy(envoy, fronts, addresses, self.picker.listen, self.picker.health)
+        self.fronts = self.envoy.fronts
 
     def ask(self, front, body, path="/v1/chat/completions", **headers):
         named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -126,11 +126,10 @@ def fallbacks(bench):
 def admission(program, envoy):
     server = Server(token_ms=1, pace_ms=20)
     picker = Picker(program, [server], ["--requests", "1"])
-    fronts = {name: f"127.0.0.1:{free_port()}" for name in ("picked", "admin")}
-    gate = Envoy(envoy, {fronts["picked"]: "picker"}, [server.address], picker.listen, fronts["admin"])
+    gate = Envoy(envoy, {"picked": "picker"}, [server.address], picker.listen)
     picker.wait_for("get requests")
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        asked = lambda _: Answered(fronts["picked"], "/v1/chat/completions", chat(max_tokens=40))
+        asked = lambda _: Answered(gate.fronts["picked"], "/v1/chat/completions", chat(max_tokens=40))
         answers = list(pool.map(asked, range(4)))
     refused = [answer for answer in answers if answer.status == 429]
     check(len(refused) == 3 and all(int(answer.headers["retry-after"]) >= 1 for answer in refused),

@@ -59,7 +59,7 @@ def processing(subset):
     return filters
 
 
-def listener(address, pool, subset, has_picker):
+def listener(name, pool, subset, has_picker):
     retries = {"retry_on": "connect-failure,refused-stream,reset-before-request,5xx", "num_retries": 2}
     route = {"match": {"prefix": "/"}, "route": {"cluster": pool, "timeout": "0s", "retry_policy": retries}}
     router = {"name": "envoy.filters.http.router",
@@ -72,15 +72,18 @@ def listener(address, pool, subset, has_picker):
         "http_filters": (processing(subset) if has_picker else []) + [router],
     }
     filters = [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
-    return {"name": address, "per_connection_buffer_limit_bytes": 1 << 20, **at(address),
+    return {"name": name, "per_connection_buffer_limit_bytes": 1 << 20, **at("127.0.0.1:0"),
             "filter_chains": [{"filters": filters}]}
 
 
 class Envoy:
-    """`fronts` has for each address a policy: picker, ("picker", subset), round_robin or least_request."""
+    """`fronts` has for each name a policy: picker, ("picker", subset), round_robin or least_request.
 
-    def __init__(self, program, fronts, endpoints, picker, admin, health=None, concurrency=1):
-        self.admin = admin
+    Afterwards it has for each name the address; the system chooses the ports. `endpoints` are addresses, or addresses by
+    the name of a front.
+    """
+
+    def __init__(self, program, fronts, endpoints, picker, health=None, concurrency=1):
         http2 = {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
             "@type": KIND + "upstreams.http.v3.HttpProtocolOptions",
             "explicit_http_config": {"http2_protocol_options": {}}}}
@@ -91,35 +94,46 @@ class Envoy:
             clusters.append(cluster(f"health-{service}", [health], typed_extension_protocol_options=http2,
                                     health_checks=[check]))
         listeners = []
-        for address, front in fronts.items():
+        for name, front in fronts.items():
             kind, subset = front if isinstance(front, tuple) else (front, None)
             chosen = picked(policy("round_robin")) if kind == "picker" else policy(kind)
-            name = f"pool-{address}"
-            clusters.append(cluster(name, endpoints, load_balancing_policy=chosen))
-            listeners.append(listener(address, name, subset, kind == "picker"))
-        config = {"admin": at(admin), "static_resources": {"listeners": listeners, "clusters": clusters}}
+            own = endpoints[name] if isinstance(endpoints, dict) else endpoints
+            clusters.append(cluster(f"pool-{name}", own, load_balancing_policy=chosen))
+            listeners.append(listener(name, f"pool-{name}", subset, kind == "picker"))
+        config = {"admin": at("127.0.0.1:0"), "static_resources": {"listeners": listeners, "clusters": clusters}}
         self.directory = tempfile.TemporaryDirectory(prefix="envoy-")
         path = pathlib.Path(self.directory.name) / "envoy.json"
         path.write_text(json.dumps(config))
         command = [program, "-c", str(path), "--use-dynamic-base-id", "--concurrency", str(concurrency), "-l", "warn"]
+        admin = path.with_suffix(".admin")
+        command += ["--admin-address-path", str(admin)]
         self.log = open(path.with_suffix(".log"), "w")  # noqa: SIM115
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
         until = time.monotonic() + 30
         while time.monotonic() < until:
             try:
-                with urllib.request.urlopen(f"http://{admin}/ready", timeout=1) as answer:
-                    if answer.status == 200:
-                        return
+                self.admin = admin.read_text().strip()
+                if self.admin and self.ask("ready"):
+                    listening = json.loads(self.ask("listeners?format=json"))["listener_statuses"]
+                    addresses = {one["name"]: one["local_address"]["socket_address"] for one in listening}
+                    self.fronts = {name: f"{of['address']}:{of['port_value']}" for name, of in addresses.items()}
+                    return
             except OSError:
-                time.sleep(0.05)
+                pass
+            time.sleep(0.05)
             if self.process.poll() is not None:
                 break
-        raise SystemExit("Envoy does not start:\n" + path.with_suffix(".log").read_text())
+        text = path.with_suffix(".log").read_text()
+        self.stop()
+        raise SystemExit("Envoy does not start:\n" + text)
+
+    def ask(self, path):
+        with urllib.request.urlopen(f"http://{self.admin}/{path}", timeout=5) as answer:
+            return answer.read().decode()
 
     def healthy(self):
         """The health services of the picker, and whether Envoy's checks pass."""
-        with urllib.request.urlopen(f"http://{self.admin}/clusters?format=json", timeout=5) as answer:
-            clusters = json.load(answer)["cluster_statuses"]
+        clusters = json.loads(self.ask("clusters?format=json"))["cluster_statuses"]
         failed = lambda one: one["host_statuses"][0]["health_status"].get("failed_active_health_check", False)
         return {one["name"].removeprefix("health-"): not failed(one) for one in clusters if one["name"].startswith("health-")}
 

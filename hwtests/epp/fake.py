@@ -2,7 +2,7 @@
 
     fake.py PORT [NAME=VALUE...]
 
-It answers vLLM's routes. Prompts are computed one after the other, `token_ms` for each token beyond the prefix
+It prints its port, which the system chooses if PORT is 0, and answers vLLM's routes. Prompts are computed one after the other, `token_ms` for each token beyond the prefix
 that the conversation's last turn left there; answers come a token each `pace_ms`. Every answer has the SHA-256 of
 the request's body, so that a change on the way shows.
 """
@@ -123,6 +123,8 @@ class Server:
 async def main(port, words):
     server = Server(port, **{name: float(value) for name, value in (word.split("=") for word in words)})
     listening = await asyncio.start_server(server.serve, "127.0.0.1", port, limit=1 << 20, backlog=512)
+    server.port = listening.sockets[0].getsockname()[1]
+    print(server.port, flush=True)
     await listening.serve_forever()
 
 

@@ -4,18 +4,20 @@ import argparse
 import asyncio
 import json
 import os
-import pathlib
 import random
+import socket
 import subprocess
 import sys
 import time
 
 from envoy import Envoy
-from picker import Picker, Server, call, free_port
+from picker import Picker, Server, call
 
 # what a request computes: a fast server and one of a third of its speed, in ms a token
-FAST_MS, SLOW_MS = 0.05, 0.15
+FAST_MS, SLOW_MS = 0.1, 0.3
+# tokens of the prompts of a conversation, each of which begins with the one before
 TURNS = [500, 900, 1300, 1700]
+POLICIES = ("picker", "round_robin", "least_request")
 
 
 def quantile(values, share):
@@ -25,7 +27,7 @@ def quantile(values, share):
 
 def pick_quantile(metrics, before, share):
     """An upper bound of a quantile of the picks since `before`, in ms, by the bounds of the histogram."""
-    counts = [(bound, count - before.get(bound, 0)) for bound, count in metrics.items()]
+    counts = [(bound, count - before.get(bound, 0)) for bound, count in sorted(metrics.items())]
     total = counts[-1][1]
     return next(bound * 1e3 for bound, count in counts if count >= share * total)
 
@@ -37,12 +39,33 @@ def picks(picker):
 
 
 class Workers:
-    """The fake engines of the load generator, which cost next to nothing."""
+    """The fake engines of the load generator, which cost next to nothing. They start again if a port was taken."""
 
     def __init__(self, load):
-        ports = [free_port() for _ in range(2)]
-        self.addresses = [f"127.0.0.1:{port}" for port in ports]
-        self.process = subprocess.Popen([load, "workers", *map(str, ports)])
+        for _ in range(10):
+            held = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+            ports = [one.getsockname()[1] for one in held]
+            for one in held:
+                one.close()
+            self.addresses = [f"127.0.0.1:{port}" for port in ports]
+            self.process = subprocess.Popen([load, "workers", *map(str, ports)], stderr=subprocess.DEVNULL)
+            if self.are_up():
+                return
+            self.stop()
+        sys.exit("the fake engines do not start")
+
+    def are_up(self):
+        until = time.monotonic() + 10
+        while time.monotonic() < until and self.process.poll() is None:
+            try:
+                return all(call(address, "GET", "/version")[0] == 200 for address in self.addresses)
+            except OSError:
+                time.sleep(0.02)
+        return False
+
+    def stop(self):
+        self.process.kill()
+        self.process.wait()
 
 
 class Named:
@@ -50,33 +73,55 @@ class Named:
         self.address = address
 
 
+class Setup:
+    """Things that are stopped in reverse order, also where the start of one fails."""
+
+    def __init__(self):
+        self.stops = []
+
+    def add(self, thing, stop="stop"):
+        self.stops.append(getattr(thing, stop))
+        return thing
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for stop in reversed(self.stops):
+            stop()
+
+
 def latency(program, envoy, load, seconds, rounds):
-    workers = Workers(load)
-    time.sleep(0.5)
-    picker = Picker(program, [Named(address) for address in workers.addresses])
-    fronts = {name: f"127.0.0.1:{free_port()}" for name in ("picked", "plain", "admin")}
-    kinds = {fronts["picked"]: "picker", fronts["plain"]: "round_robin"}
-    gate = Envoy(envoy, kinds, workers.addresses, picker.listen, fronts["admin"], concurrency=2)
-    picker.wait_for("get requests")
-    print("| body, bytes | way | whole | TTFT p50, ms | p99 | pick p50, ms, at most | p99, at most |")
-    print("|---|---|---|---|---|---|---|")
-    try:
+    with Setup() as setup:
+        workers = setup.add(Workers(load))
+        # the fake engines cannot be measured at the start, so the file says what they are
+        labels = [{"mixfleet.dev/part": "H100-SXM-80GB", "mixfleet.dev/shape": "llama-3.1-8b"}] * 2
+        picker = setup.add(Picker(program, [Named(address) for address in workers.addresses], labels=labels))
+        kinds = {"picked": "picker", "plain": "round_robin"}
+        gate = setup.add(Envoy(envoy, kinds, workers.addresses, picker.listen, concurrency=2))
+        picker.wait_for("get requests")
+        print("| body, bytes | way | whole | failed | TTFT p50, ms | p99 | pick p50, ms, at most | p99, at most |")
+        print("|---|---|---|---|---|---|---|---|")
         for body in (8_000, 220_000):
             for _ in range(rounds):
                 for way in ("direct", "plain", "picked"):
-                    urls = ",".join(f"http://{one}" for one in (workers.addresses if way == "direct" else [fronts[way]]))
-                    before = picks(picker)
-                    words = [load, "rate", urls, "200", str(seconds), str(body), "16", "5"]
-                    seen = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
-                    ttft, after = seen["ttft_ms"], picks(picker)
-                    took = [pick_quantile(after, before, share) for share in (0.5, 0.99)] if way == "picked" else None
-                    shown = " | ".join(f"{ms:.2g}" for ms in took) if took else "| "
-                    print(f"| {body} | {way} | {seen.get('whole')} | {ttft['p50']:.1f} | {ttft['p99']:.1f} | {shown} |", flush=True)
-                    print(json.dumps({"body": body, "way": way, "pick_ms": took, **seen}), file=sys.stderr, flush=True)
-    finally:
-        gate.stop()
-        picker.stop()
-        workers.process.kill()
+                    addresses = workers.addresses if way == "direct" else [gate.fronts[way]]
+                    one_latency(load, addresses, way, body, seconds, picker)
+
+
+def one_latency(load, addresses, way, body, seconds, picker):
+    before = picks(picker)
+    urls = ",".join(f"http://{address}" for address in addresses)
+    words = [load, "rate", urls, "200", str(seconds), str(body), "16", "5"]
+    ran = subprocess.run(words, capture_output=True, text=True, check=True)
+    seen, after = json.loads(ran.stdout), picks(picker)
+    if not seen["whole"]:
+        sys.exit(f"no request is answered: {seen['first_fault']}")
+    ttft = seen["ttft_ms"]
+    took = [pick_quantile(after, before, share) for share in (0.5, 0.99)] if way == "picked" else None
+    shown = " | ".join(f"{ms:.2g}" for ms in took) if took else "| "
+    print(f"| {body} | {way} | {seen['whole']} | {seen['failed']} | {ttft['p50']:.1f} | {ttft['p99']:.1f} | {shown} |", flush=True)
+    print(json.dumps({"body": body, "way": way, "pick_ms": took, **seen}), file=sys.stderr, flush=True)
 
 
 async def first_byte(address, body, due):
@@ -98,55 +143,65 @@ async def first_byte(address, body, due):
     return ttft
 
 
-async def conversations(address, rate, seconds, seed):
-    """Conversations of four turns whose prompts grow; a turn follows the first token of the one before after a pause."""
-    chance, began, times = random.Random(seed), time.monotonic() + 0.1, []
+async def converse(address, name, due, pauses, times):
+    """Four turns; each follows the first token of the one before after a pause."""
+    words = random.Random(name)
+    text = ""
+    for tokens, pause in zip(TURNS, pauses):
+        while len(text) < 4 * tokens:
+            text += f"{words.getrandbits(32):08x} "
+        body = {"model": "m", "prompt": text[:4 * tokens], "user": name, "max_tokens": 8, "stream": True}
+        times.append(await first_byte(address, body, due))
+        due = time.monotonic() + pause
 
-    async def converse(due, pauses):
-        for tokens, pause in zip(TURNS, pauses):
-            body = {"model": "m", "prompt": "x" * (4 * tokens), "max_tokens": 8, "stream": True}
-            times.append(await first_byte(address, body, due))
-            due = time.monotonic() + pause
 
+async def conversations(address, rate, seconds, name):
+    """TTFT of all turns of conversations that begin within `seconds`, `rate` turns a second."""
+    chance, began, times = random.Random(name), time.monotonic() + 0.1, []
     tasks, at = [], 0.0
     while (at := at + chance.expovariate(rate / len(TURNS))) < seconds:
-        tasks.append(converse(began + at, [chance.expovariate(2) for _ in TURNS]))
+        pauses = [chance.expovariate(2) for _ in TURNS]
+        tasks.append(converse(address, f"{name}-{len(tasks)}", began + at, pauses, times))
     await asyncio.gather(*tasks)
     return times
 
 
+async def beside(fronts, rate, seconds, name):
+    """The same conversations under each policy at the same time, so that the machine is the same for all."""
+    return await asyncio.gather(*(conversations(fronts[kind], rate, seconds, name) for kind in POLICIES))
+
+
 def balance(program, envoy, seconds, seeds):
-    servers = [Server(token_ms=FAST_MS, pace_ms=1), Server(token_ms=SLOW_MS, pace_ms=1)]
-    addresses = [server.address for server in servers]
-    picker = Picker(program, servers)
-    kinds = ("picker", "round_robin", "least_request")
-    fronts = {kind: f"127.0.0.1:{free_port()}" for kind in (*kinds, "admin")}
-    gate = Envoy(envoy, {fronts[kind]: kind for kind in kinds}, addresses, picker.listen, fronts["admin"])
-    picker.wait_for("get requests")
-    mean_tokens = sum(TURNS) / len(TURNS)
-    capacity = sum(1e3 / (each * mean_tokens) for each in (FAST_MS, SLOW_MS))
-    print(f"capacity {capacity:.1f} requests a second; {seeds} seeds of {seconds:.0f} s")
-    print("| share of capacity | policy | requests | mean TTFT, ms | p99 | mean over the better of Envoy's | p99 over |")
-    print("|---|---|---|---|---|---|---|")
-    try:
-        for share in (0.6, 0.8):
-            seen = {kind: [] for kind in kinds}
-            for seed in range(seeds):
-                for kind in kinds:
-                    seen[kind] += asyncio.run(conversations(fronts[kind], share * capacity, seconds, seed))
-            mean = {kind: sum(times) / len(times) for kind, times in seen.items()}
-            tail = {kind: quantile(times, 0.99) for kind, times in seen.items()}
-            for kind in kinds:
-                over = ""
-                if kind == "picker":
-                    best = [min(of["round_robin"], of["least_request"]) for of in (mean, tail)]
-                    over = f"{mean[kind] / best[0]:.2f} | {tail[kind] / best[1]:.2f}"
-                print(f"| {share} | {kind} | {len(seen[kind])} | {mean[kind] * 1e3:.0f} | {tail[kind] * 1e3:.0f} | {over or '| '} |", flush=True)
-    finally:
-        gate.stop()
-        picker.stop()
-        for server in servers:
-            server.kill()
+    """Each policy has two servers of its own."""
+    with Setup() as setup:
+        servers = {kind: [setup.add(Server(token_ms=ms, pace_ms=1), "kill") for ms in (FAST_MS, SLOW_MS)] for kind in POLICIES}
+        addresses = {kind: [server.address for server in pair] for kind, pair in servers.items()}
+        picker = setup.add(Picker(program, servers["picker"]))
+        gate = setup.add(Envoy(envoy, {kind: kind for kind in POLICIES}, addresses, picker.listen))
+        picker.wait_for("get requests")
+        print("| capacity counts | share of it | turns a second | policy | turns | mean TTFT, ms | p99 | mean over the better of Envoy's | p99 over |")
+        print("|---|---|---|---|---|---|---|---|---|")
+        new = [tokens - before for tokens, before in zip(TURNS, [0, *TURNS])]
+        for counts, computed in (("whole prompts", TURNS), ("new tokens", new)):
+            capacity = sum(1e3 / (ms * sum(computed) / len(TURNS)) for ms in (FAST_MS, SLOW_MS))
+            for share in (0.6, 0.8):
+                runs = []
+                for seed in range(seeds):
+                    name = f"{counts}-{share}-{seed}"
+                    runs.append(asyncio.run(beside(gate.fronts, share * capacity, seconds, name)))
+                show_balance(f"{counts} | {share} | {share * capacity:.1f}", runs)
+
+
+def show_balance(row, runs):
+    seen = {kind: sum((run[at] for run in runs), []) for at, kind in enumerate(POLICIES)}
+    mean = {kind: sum(times) / len(times) for kind, times in seen.items()}
+    tail = {kind: quantile(times, 0.99) for kind, times in seen.items()}
+    for kind in POLICIES:
+        over = "| "
+        if kind == "picker":
+            best = [min(of["round_robin"], of["least_request"]) for of in (mean, tail)]
+            over = f"{mean[kind] / best[0]:.2f} | {tail[kind] / best[1]:.2f}"
+        print(f"| {row} | {kind} | {len(seen[kind])} | {mean[kind] * 1e3:.0f} | {tail[kind] * 1e3:.0f} | {over} |", flush=True)
 
 
 def main():
@@ -157,8 +212,8 @@ def main():
     parser.add_argument("--short", action="store_true", help="fewer seeds, less time")
     given = parser.parse_args()
     print(f"load of the machine before: {os.getloadavg()[0]:.2f}, cores: {os.cpu_count()}")
-    latency(str(pathlib.Path(given.program)), given.envoy, given.load, 4 if given.short else 8, 1 if given.short else 2)
-    balance(given.program, given.envoy, *((10, 2) if given.short else (12, 5)))
+    latency(given.program, given.envoy, given.load, 4 if given.short else 8, 1 if given.short else 2)
+    balance(given.program, given.envoy, *((6, 2) if given.short else (10, 5)))
     print(f"load of the machine after: {os.getloadavg()[0]:.2f}")
 
 

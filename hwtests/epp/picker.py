@@ -3,6 +3,7 @@
 import http.client
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -11,33 +12,34 @@ import time
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "engines"))
-from common import WAIT_S, call, free_port  # noqa: E402
+from common import WAIT_S, call  # noqa: E402
 
 
 class Server:
     """A model server that is none; see fake.py."""
 
     def __init__(self, **settings):
-        self.address = f"127.0.0.1:{free_port()}"
-        port = self.address.split(":")[1]
-        self.command = [sys.executable, "-B", str(HERE / "fake.py"), port]
-        self.command += [f"{name}={value}" for name, value in settings.items()]
+        self.settings = [f"{name}={value}" for name, value in settings.items()]
+        self.address = "127.0.0.1:0"
         self.start()
 
     def start(self):
-        self.process = subprocess.Popen(self.command)
+        """Starts it, again at the port that it had. Another process may have that for a moment."""
+        command = [sys.executable, "-B", str(HERE / "fake.py"), self.address.split(":")[1], *self.settings]
         until = time.monotonic() + WAIT_S
         while time.monotonic() < until:
-            try:
-                if call(self.address, "GET", "/health")[0] == 200:
-                    return
-            except OSError:
-                time.sleep(0.02)
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            if port := self.process.stdout.readline().strip():
+                self.address = f"127.0.0.1:{port}"
+                return
+            self.kill()
+            time.sleep(0.2)
         sys.exit("a server does not start")
 
     def kill(self):
         self.process.kill()
         self.process.wait()
+        self.process.stdout.close()
 
 
 class Picker:
@@ -45,12 +47,20 @@ class Picker:
         self.file = tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False)
         self.file.close()
         self.write(servers, labels or [{} for _ in servers], objectives or {})
-        self.listen, self.health, self.metrics = (f"127.0.0.1:{free_port()}" for _ in range(3))
-        command = [program, "epp", "--pool", self.file.name, "--listen", self.listen]
-        command += ["--health", self.health, "--metrics", self.metrics, *words]
+        command = [program, "epp", "--pool", self.file.name, *words]
+        for flag in ("--listen", "--health", "--metrics"):
+            command += [flag, "127.0.0.1:0"]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.log = []
         threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True).start()
+        self.metrics = self.address("answers /live", "address")
+        self.listen, self.health = (self.address("picks endpoints for Envoy", field) for field in ("listen", "health"))
+
+    def address(self, message, field):
+        """The address that a line of the log tells, with the port that the system chose."""
+        self.wait_for(message)
+        line = next(line for line in self.log if message in line)
+        return re.search(rf'\b{field}="?([0-9.:]+)', line)[1]
 
     def write(self, servers, labels, objectives):
         """JSON is YAML; the file is replaced as a whole, as llm-d's guide says."""
@@ -66,6 +76,7 @@ class Picker:
         until = time.monotonic() + WAIT_S
         while sum(text in line for line in self.log) < many:
             if time.monotonic() > until or self.process.poll() is not None:
+                self.stop()
                 sys.exit(f"the picker does not say {text!r}:\n" + "".join(self.log[-40:]))
             time.sleep(0.02)
 
@@ -106,4 +117,4 @@ class Answered:
         connection.close()
 
 
-__all__ = ["WAIT_S", "Answered", "Picker", "Server", "call", "free_port"]
+__all__ = ["WAIT_S", "Answered", "Picker", "Server", "call"]
