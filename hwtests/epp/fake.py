@@ -2,9 +2,9 @@
 
     fake.py PORT [NAME=VALUE...]
 
-It prints its port, which the system chooses if PORT is 0, and answers vLLM's routes. Prompts are computed one after the other, `token_ms` for each token beyond the prefix
-that the conversation's last turn left there; answers come a token each `pace_ms`. Every answer has the SHA-256 of
-the request's body, so that a change on the way shows.
+It prints its port, which the system chooses if PORT is 0, and answers vLLM's routes. Prompts are computed one after the
+other, `token_ms` for each token beyond the prefix that the conversation's last turn left there; answers come a token each
+`pace_ms`. Every answer has the SHA-256 of the request's body, so that a change in flight shows.
 """
 
 import asyncio

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import os
+import pathlib
 import random
 import socket
 import subprocess
@@ -18,6 +19,10 @@ FAST_MS, SLOW_MS = 0.1, 0.3
 # tokens of the prompts of a conversation, each of which begins with the one before
 TURNS = [500, 900, 1300, 1700]
 POLICIES = ("picker", "round_robin", "least_request")
+
+
+def table(*columns):
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
 
 
 def quantile(values, share):
@@ -100,28 +105,38 @@ def latency(program, envoy, load, seconds, rounds):
         kinds = {"picked": "picker", "plain": "round_robin"}
         gate = setup.add(Envoy(envoy, kinds, workers.addresses, picker.listen, concurrency=2))
         picker.wait_for("get requests")
-        print("| body, bytes | way | whole | failed | TTFT p50, ms | p99 | pick p50, ms, at most | p99, at most |")
-        print("|---|---|---|---|---|---|---|---|")
+        table("body, bytes", "requests a second", "way", "whole", "failed", "TTFT p50, ms", "p99", "picker's CPU ms a request",
+              "pick p50, ms, at most", "p99, at most")
         for body in (8_000, 220_000):
-            for _ in range(rounds):
-                for way in ("direct", "plain", "picked"):
-                    addresses = workers.addresses if way == "direct" else [gate.fronts[way]]
-                    one_latency(load, addresses, way, body, seconds, picker)
+            for rate in (50, 200):
+                for _ in range(rounds):
+                    for way in ("direct", "plain", "picked"):
+                        addresses = workers.addresses if way == "direct" else [gate.fronts[way]]
+                        one_latency(load, addresses, {"body": body, "rate": rate, "way": way}, seconds, picker)
 
 
-def one_latency(load, addresses, way, body, seconds, picker):
-    before = picks(picker)
+def cpu_s(process):
+    fields = pathlib.Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def one_latency(load, addresses, row, seconds, picker):
+    """An answer has 16 tokens, 5 ms apart."""
+    before, busy = picks(picker), cpu_s(picker.process)
     urls = ",".join(f"http://{address}" for address in addresses)
-    words = [load, "rate", urls, "200", str(seconds), str(body), "16", "5"]
+    words = [load, "rate", urls, str(row["rate"]), str(seconds), str(row["body"]), "16", "5"]
     ran = subprocess.run(words, capture_output=True, text=True, check=True)
     seen, after = json.loads(ran.stdout), picks(picker)
+    cpu_ms = (cpu_s(picker.process) - busy) * 1e3 / seen["asked"]
     if not seen["whole"]:
         sys.exit(f"no request is answered: {seen['first_fault']}")
     ttft = seen["ttft_ms"]
-    took = [pick_quantile(after, before, share) for share in (0.5, 0.99)] if way == "picked" else None
-    shown = " | ".join(f"{ms:.2g}" for ms in took) if took else "| "
-    print(f"| {body} | {way} | {seen['whole']} | {seen['failed']} | {ttft['p50']:.1f} | {ttft['p99']:.1f} | {shown} |", flush=True)
-    print(json.dumps({"body": body, "way": way, "pick_ms": took, **seen}), file=sys.stderr, flush=True)
+    is_picked = row["way"] == "picked"
+    took = [pick_quantile(after, before, share) for share in (0.5, 0.99)] if is_picked else None
+    shown = f"{cpu_ms:.2f} | {took[0]:.2g} | {took[1]:.2g}" if is_picked else "| | "
+    head = " | ".join(map(str, [*row.values(), seen["whole"], seen["failed"]]))
+    print(f"| {head} | {ttft['p50']:.1f} | {ttft['p99']:.1f} | {shown} |", flush=True)
+    print(json.dumps({**row, "pick_ms": took, "cpu_ms": cpu_ms, **seen}), file=sys.stderr, flush=True)
 
 
 async def first_byte(address, body, due):
@@ -130,8 +145,8 @@ async def first_byte(address, body, due):
     host, port = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     text = json.dumps(body)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
-    writer.write((head + text).encode())
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(text)}\r\n\r\n{text}".encode())
     status = await reader.readline()
     if b" 200 " not in status:
         raise RuntimeError(status.decode())
@@ -179,8 +194,8 @@ def balance(program, envoy, seconds, seeds):
         picker = setup.add(Picker(program, servers["picker"]))
         gate = setup.add(Envoy(envoy, {kind: kind for kind in POLICIES}, addresses, picker.listen))
         picker.wait_for("get requests")
-        print("| capacity counts | share of it | turns a second | policy | turns | mean TTFT, ms | p99 | mean over the better of Envoy's | p99 over |")
-        print("|---|---|---|---|---|---|---|---|---|")
+        table("capacity counts", "share of it", "turns a second", "policy", "turns", "mean TTFT, ms", "p99",
+              "mean over the better of Envoy's", "p99 over")
         new = [tokens - before for tokens, before in zip(TURNS, [0, *TURNS])]
         for counts, computed in (("whole prompts", TURNS), ("new tokens", new)):
             capacity = sum(1e3 / (ms * sum(computed) / len(TURNS)) for ms in (FAST_MS, SLOW_MS))
@@ -210,10 +225,13 @@ def main():
     parser.add_argument("envoy")
     parser.add_argument("load")
     parser.add_argument("--short", action="store_true", help="fewer seeds, less time")
+    parser.add_argument("--only", choices=("latency", "balance"))
     given = parser.parse_args()
     print(f"load of the machine before: {os.getloadavg()[0]:.2f}, cores: {os.cpu_count()}")
-    latency(given.program, given.envoy, given.load, 4 if given.short else 8, 1 if given.short else 2)
-    balance(given.program, given.envoy, *((6, 2) if given.short else (10, 5)))
+    if given.only != "balance":
+        latency(given.program, given.envoy, given.load, *((3, 1) if given.short else (4, 2)))
+    if given.only != "latency":
+        balance(given.program, given.envoy, *((4, 2) if given.short else (6, 5)))
     print(f"load of the machine after: {os.getloadavg()[0]:.2f}")
 
 
