@@ -7,7 +7,7 @@ import sys
 import time
 
 from envoy import Envoy
-from picker import Answered, Picker, Server
+from picker import Answered, Picker, Server, Setup
 
 sys.path.insert(0, "hwtests/engines")
 from common import check  # noqa: E402
@@ -25,25 +25,19 @@ def until(holds, limit_s=20):
 
 
 class Bench:
-    def __init__(self, program, envoy):
+    def __init__(self, setup, program, envoy):
         # unlike ones: the first computes prompts three times as fast
-        self.servers = [Server(token_ms=ms, pace_ms=4) for ms in (0.02, 0.06, 0.06)]
-        self.picker = Picker(program, self.servers, objectives={"batch": -1})
+        self.servers = [setup.add(Server(token_ms=ms, pace_ms=4)) for ms in (0.02, 0.06, 0.06)]
+        self.picker = setup.add(Picker(program, self.servers, objectives={"batch": -1}))
         addresses = [server.address for server in self.servers]
         fronts = {"picked": "picker", "subset": ("picker", addresses[2:]), "foreign": ("picker", ["10.9.9.9:1"]),
                   "plain": "round_robin"}
-        self.envoy = Envoy(envoy, fronts, addresses, self.picker.listen, self.picker.health)
+        self.envoy = setup.add(Envoy(envoy, fronts, addresses, self.picker.listen, self.picker.health))
         self.fronts = self.envoy.fronts
 
     def ask(self, front, body, path="/v1/chat/completions", **headers):
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return Answered(self.fronts[front], path, body, named)
-
-    def stop(self):
-        self.envoy.stop()
-        self.picker.stop()
-        for server in self.servers:
-            server.kill()
 
 
 def placements(bench):
@@ -123,10 +117,10 @@ def fallbacks(bench):
     check(until(lambda: bench.ask("picked", chat()).status == 200), "and 200 once they are back")
 
 
-def admission(program, envoy):
-    server = Server(token_ms=1, pace_ms=20)
-    picker = Picker(program, [server], ["--requests", "1"])
-    gate = Envoy(envoy, {"picked": "picker"}, [server.address], picker.listen)
+def admission(setup, program, envoy):
+    server = setup.add(Server(token_ms=1, pace_ms=20))
+    picker = setup.add(Picker(program, [server], ["--requests", "1"]))
+    gate = setup.add(Envoy(envoy, {"picked": "picker"}, [server.address], picker.listen))
     picker.wait_for("get requests")
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         asked = lambda _: Answered(gate.fronts["picked"], "/v1/chat/completions", chat(max_tokens=40))
@@ -135,15 +129,12 @@ def admission(program, envoy):
     check(len(refused) == 3 and all(int(answer.headers["retry-after"]) >= 1 for answer in refused),
           "429 with retry-after where admission refuses")
     check(b"rate_limit_exceeded" in refused[0].body, "with a reason")
-    gate.stop()
-    picker.stop()
-    server.kill()
 
 
 def main():
     program, envoy = sys.argv[1:]
-    bench = Bench(program, envoy)
-    try:
+    with Setup() as setup:
+        bench = Bench(setup, program, envoy)
         healthy = lambda: all(bench.envoy.healthy().values()) and len(bench.envoy.healthy()) == 3
         check(until(healthy), "the three health services are healthy")
         bench.picker.wait_for("get requests")
@@ -154,9 +145,8 @@ def main():
         refusals(bench)
         fallbacks(bench)
         check(bench.picker.process.poll() is None, "the picker is still there")
-    finally:
-        bench.stop()
-    admission(program, envoy)
+    with Setup() as setup:
+        admission(setup, program, envoy)
 
 
 main()

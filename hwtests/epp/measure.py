@@ -12,7 +12,7 @@ import sys
 import time
 
 from envoy import Envoy
-from picker import Picker, Server, call
+from picker import Picker, Server, Setup, call
 
 # what a request computes: a fast server and one of a third of its speed, in ms a token
 FAST_MS, SLOW_MS = 0.1, 0.3
@@ -76,24 +76,6 @@ class Workers:
 class Named:
     def __init__(self, address):
         self.address = address
-
-
-class Setup:
-    """Things that are stopped in reverse order, also where the start of one fails."""
-
-    def __init__(self):
-        self.stops = []
-
-    def add(self, thing, stop="stop"):
-        self.stops.append(getattr(thing, stop))
-        return thing
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for stop in reversed(self.stops):
-            stop()
 
 
 def latency(program, envoy, load, seconds, rounds):
@@ -189,7 +171,8 @@ async def beside(fronts, rate, seconds, name):
 def balance(program, envoy, seconds, seeds):
     """Each policy has two servers of its own."""
     with Setup() as setup:
-        servers = {kind: [setup.add(Server(token_ms=ms, pace_ms=1), "kill") for ms in (FAST_MS, SLOW_MS)] for kind in POLICIES}
+        servers = {kind: [setup.add(Server(token_ms=ms, pace_ms=1)) for ms in (FAST_MS, SLOW_MS)]
+                   for kind in POLICIES}
         addresses = {kind: [server.address for server in pair] for kind, pair in servers.items()}
         picker = setup.add(Picker(program, servers["picker"]))
         gate = setup.add(Envoy(envoy, {kind: kind for kind in POLICIES}, addresses, picker.listen))

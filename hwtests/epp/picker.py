@@ -41,6 +41,8 @@ class Server:
         self.process.wait()
         self.process.stdout.close()
 
+    stop = kill
+
 
 class Picker:
     def __init__(self, program, servers, words=(), labels=None, objectives=None):
@@ -99,6 +101,24 @@ class Picker:
         pathlib.Path(self.file.name).unlink(missing_ok=True)
 
 
+class Setup:
+    """Things that are stopped in reverse order, also where the start of one fails."""
+
+    def __init__(self):
+        self.stops = []
+
+    def add(self, thing):
+        self.stops.append(thing.stop)
+        return thing
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for stop in reversed(self.stops):
+            stop()
+
+
 class Answered:
     """An answer, with when its first byte came and the pieces in which it did."""
 
@@ -117,4 +137,4 @@ class Answered:
         connection.close()
 
 
-__all__ = ["WAIT_S", "Answered", "Picker", "Server", "call"]
+__all__ = ["WAIT_S", "Answered", "Picker", "Server", "Setup", "call"]
