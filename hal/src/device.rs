@@ -6,7 +6,7 @@ use crate::{BufferUsage, HostMemory, OpSig, Queue, Result, Slice};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Why a backend has no device on this machine, which is a fact to report and not a failure.
+/// The reason why a backend has no device on this machine. It is reported, and is not an error.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{reason}")]
 pub struct Absent {
@@ -48,9 +48,9 @@ pub struct DeviceInfo {
     pub kind: DeviceKind,
     /// Memory available to all buffers together.
     pub memory: Bytes,
-    /// Cores, compute units or multiprocessors; 0 if the backend cannot know.
+    /// Cores, compute units or multiprocessors; 0 if unknown.
     pub compute_units: u32,
-    /// Identifies what measurements apply to: part, number of cores in use, driver and kernel version. Equal
+    /// Identifies the setup that was measured: part, number of cores in use, driver and kernel version. Equal
     /// fingerprints mean that measurements of one device hold for the other.
     pub fingerprint: String,
     /// Further facts, for display.
@@ -83,7 +83,7 @@ pub struct DeviceLimits {
     /// Whether replaying a recorded batch costs clearly less than submitting it (a CUDA graph), so that it is
     /// worth keeping the shapes of decode steps equal.
     pub replay_pays: bool,
-    /// Whether KV can be copied by one queue while another one computes. If not, a batch waits for those of
+    /// Whether KV can be copied by one queue while another one computes. If not, a batch waits for batches of
     /// other queues.
     pub copies_beside: bool,
 }
@@ -152,19 +152,20 @@ pub trait Device: Send + Sync {
     /// Returns the limits that callers must respect.
     fn limits(&self) -> DeviceLimits;
 
-    /// Whether it can run `sig`.
+    /// Returns whether and how it can run `sig`.
     fn support(&self, sig: &OpSig) -> Support;
 
-    /// Allocates `bytes` bytes of unspecified content, which never stems from another process.
+    /// Allocates `bytes` bytes of unspecified content, which never exposes data of another process.
     fn alloc(&self, bytes: u64, role: BufferUsage) -> Result<Slice>;
 
-    /// Uses host memory in place, read-only; returns `Unsupported` if `limits` says so.
+    /// Uses host memory in place, read-only; returns `Unsupported` unless the limits have
+    /// [`imports_host_memory`](DeviceLimits::imports_host_memory).
     fn import(&self, memory: Arc<dyn HostMemory>) -> Result<Slice>;
 
-    /// Whether queues here may be given an [`OpSig::Copy`] into `memory` of another device of this process.
-    /// It may take what such copies need, and says no if it cannot have it. A queue of the one device can
-    /// then [follow](Queue::follow) one of the other. That bytes arrive is for the caller to try: drivers
-    /// promise it where they do not.
+    /// Whether this device's queues accept an [`OpSig::Copy`] into `memory` of another device of this
+    /// process. The call may acquire the resources for such copies, and returns false if it cannot. If true,
+    /// a queue of the one device can [follow](Queue::follow) a queue of the other. The caller must test that
+    /// copied bytes arrive: some drivers report access that does not work.
     fn reaches(&self, memory: &Slice) -> bool;
 
     /// Copies `data` into `to` (same length). Waits for commands in flight that use the buffer.
@@ -176,8 +177,8 @@ pub trait Device: Send + Sync {
 
     /// Pins `memory` so that `write` and `read` can copy without an intermediate buffer until the guard is
     /// dropped; returns `None` if pinning gains nothing. Pinning changes timing only, never contents. While
-    /// pinned, all of the memory is resident and must not be renewed. The guard keeps it alive, and waits for
-    /// copies in flight when dropped.
+    /// pinned, all of the memory is resident and must not be [renewed](SharedMemory::renew). The guard keeps
+    /// it alive, and waits for copies in flight when dropped.
     ///
     /// # Errors
     /// The driver or the operating system refused, because of a limit on locked memory or because the memory

@@ -1,5 +1,5 @@
-//! The front of a fleet: what the coordinator and the gateway do alike with clients' requests. It turns what
-//! a request says of itself into an arrival, and has the fleet machine place or reject it.
+//! The front of a fleet, which the coordinator and the gateway share: it turns a request's hints into an
+//! arrival, and has the fleet machine place or reject it.
 //!
 //! Absent by design: how requests reach instances, and how answers return.
 
@@ -12,7 +12,7 @@ use mixfleet_scheduler::fleet::{
     Action, Arrival, Event, Explanation, Fleet, InstanceId, Objective, PartyId, Pull, RejectReason,
 };
 
-/// The fleet machine with its log, and the queries to it.
+/// The fleet machine with its log, and the state that new arrivals need.
 pub(crate) struct Front {
     env: SharedEnv,
     fleet: LoggedFleet,
@@ -22,7 +22,7 @@ pub(crate) struct Front {
     next: RequestId,
 }
 
-/// Why a request is turned away, and the time after which a retry may succeed, if it is known.
+/// Why a request is rejected, and the time after which a retry may succeed, if known.
 pub(crate) type Rejected = (RejectReason, Option<Seconds>);
 
 /// Where a request runs.
@@ -30,7 +30,7 @@ pub(crate) type Rejected = (RejectReason, Option<Seconds>);
 pub(crate) struct Placed {
     pub(crate) prefill: InstanceId,
     pub(crate) decode: InstanceId,
-    /// A prefix that the prefill instance gets first.
+    /// A prefix that the prefill instance pulls before it computes the prompt.
     pub(crate) pull: Option<Pull>,
     pub(crate) urgency: Urgency,
 }
@@ -39,12 +39,12 @@ pub(crate) struct Placed {
 pub(crate) struct Decision {
     pub(crate) verdict: Result<Placed, Rejected>,
     pub(crate) explanation: Box<Explanation>,
-    /// What else is to be done, before it.
+    /// Further actions of the fleet machine, to be carried out before the verdict.
     pub(crate) before: Vec<Action>,
 }
 
 impl Front {
-    /// Request ids count from `first_request`.
+    /// Creates a front whose request ids count from `first_request`.
     pub(crate) fn new(
         env: SharedEnv,
         fleet: LoggedFleet,
@@ -54,23 +54,23 @@ impl Front {
         Front { env, fleet, flex_deadline, next: first_request }
     }
 
-    /// The fleet machine, to be asked.
+    /// Returns the fleet machine, for queries.
     pub(crate) fn machine(&self) -> &Fleet {
         self.fleet.machine()
     }
 
-    /// What the fleet machine answers to `event`, which happens now.
+    /// Passes `event`, which happens now, to the fleet machine, and returns the actions.
     pub(crate) fn step(&mut self, event: Event) -> Vec<Action> {
         self.fleet.step(self.env.now(), event)
     }
 
-    /// The id of a new request.
+    /// Returns the id of a new request.
     pub(crate) fn next_request(&mut self) -> RequestId {
         self.next += 1;
         self.next - 1
     }
 
-    /// The objective of a request that comes now.
+    /// Returns the objective of a request that arrives now.
     pub(crate) fn objective(&self, hints: &Hints) -> Objective {
         let flex = || Deadline { at: self.env.now() + self.flex_deadline, requests_left: 1 };
         match hints.deadline.or_else(|| (hints.tier == ServiceTier::Flex).then(flex)) {
@@ -79,7 +79,7 @@ impl Front {
         }
     }
 
-    /// The arrival of a request that comes now, without its lengths and chains.
+    /// Returns the arrival of a request that arrives now; the caller adds lengths and chains.
     pub(crate) fn arrival(&self, request: RequestId, hints: &Hints, party: PartyId) -> Arrival {
         Arrival {
             request,

@@ -29,7 +29,7 @@ struct CpuQueueProgress {
     times: VecDeque<f64>,
     /// The first failed batch and its error.
     failure: Option<(u64, Error)>,
-    /// The first batch with a waiting thread: other batches wake no thread.
+    /// The earliest batch that a thread waits for; completing an earlier one wakes no thread.
     awaited: Option<u64>,
 }
 

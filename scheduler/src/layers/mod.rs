@@ -3,7 +3,7 @@
 //! [`LayerOps`] pushes the operations of a part of a step to an [`OpSink`], in the order in which a device
 //! runs them, with an [`OpArg`] for each operand that names a buffer, a weight or a table of the step. The
 //! cost model counts what is pushed; the runtime binds the arguments to memory and makes commands. A member
-//! of a partition has a [`ModelShape`] with its share of the model, and the list is that of its share.
+//! of a partition has a [`ModelShape`] of its share of the model, and its list covers only that share.
 
 mod attention;
 mod buffers;
@@ -26,10 +26,10 @@ pub use style::{LayerRope, LayerStyle, NormPlacement};
 
 use mixfleet_hal::{DType, KvShape, LatentKv, OpSig, Scalar};
 
-/// Numbers of a model that its operations carry and that affect no cost.
+/// Constants of a model that its operations carry, and that do not affect their cost.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerConstants {
-    /// Epsilon of every RMS norm but those of the residual stream.
+    /// Epsilon of every RMS norm except those of the residual stream.
     pub eps: Scalar,
     /// Epsilon of the norms of the residual stream.
     pub stream_eps: Scalar,
@@ -39,7 +39,7 @@ pub struct LayerConstants {
     pub clamp: [Scalar; 2],
     /// Factor of the scores of latent attention.
     pub score_scale: Scalar,
-    /// The first of the experts of a member that has whole ones.
+    /// Index of the first expert of a member that has whole experts.
     pub first_expert: u32,
 }
 
@@ -62,21 +62,22 @@ impl Default for LayerConstants {
 /// A model whose operations are listed, or a member's share of it.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerOps<'a> {
-    /// Its shape. `vocab` has the rows of the LM head that are here.
+    /// Its shape. `vocab` is the number of rows of the LM head on this member.
     pub shape: &'a ModelShape,
     /// Numbers that operations carry.
     pub constants: LayerConstants,
-    /// Whether projections back to the residual stream add to it, with their biases. They do on the first of
-    /// the members that divide layers; on the others they replace it, so that the sum over all members is the
-    /// residual.
+    /// Whether projections back to the residual stream add to it, with their biases. True on the only
+    /// member, or on the first of those that share each layer; on the others projections overwrite the
+    /// stream, so that the sum over all members is the residual.
     pub adds: bool,
-    /// Whether projections of the same rows are one product, as in other engines: q, k and v; gate and up.
+    /// Whether projections of the same rows are fused into one product (QKV; gate and up), as in external
+    /// engines.
     pub joins: bool,
     /// How queries and keys of the layer are rotated.
     pub rope: LayerRope,
 }
 
-/// A matrix product by a matrix of the layers, in an activation buffer.
+/// A product with a weight matrix of a layer, and the activation buffer that it writes.
 struct Projection {
     weight: Weight,
     bias: Option<Weight>,
@@ -85,7 +86,7 @@ struct Projection {
 }
 
 impl<'a> LayerOps<'a> {
-    /// The operations of all of a model, for counting.
+    /// Returns the operations of a whole model, for counting.
     pub fn counted(shape: &'a ModelShape) -> Self {
         LayerOps {
             shape,
@@ -105,8 +106,8 @@ impl<'a> LayerOps<'a> {
         ops.push(self.pick(tokens, vocab, self.shape.weight), &args);
     }
 
-    /// Pushes the lookup of the tokens' rows of cosines and sines in a table of `positions` rows, of each
-    /// rope, and what else all layers of a step read.
+    /// Pushes the lookup, for each rope, of the tokens' cosines and sines in a table of `positions` rows, and
+    /// the other inputs that all layers of a step share.
     pub fn rotations(&self, tokens: u32, positions: u32, ops: &mut impl OpSink) {
         let rotated = self.shape.rotary.map_or(self.shape.head_dim, |part| part.length);
         let hidden = self.shape.latent.map_or(rotated, |latent| latent.rope);
@@ -123,8 +124,8 @@ impl<'a> LayerOps<'a> {
         self.unit_factors(tokens, ops);
     }
 
-    /// Pushes the last norm and the LM head over `rows` rows, which are first selected from `tokens` if these
-    /// are more; nothing without rows.
+    /// Pushes the last norm and the LM head over `rows` rows, after selecting these from `tokens` rows if
+    /// there are more; nothing if `rows` is 0.
     pub fn logits(&self, rows: u32, tokens: u32, ops: &mut impl OpSink) {
         if rows == 0 {
             return;
@@ -141,7 +142,7 @@ impl<'a> LayerOps<'a> {
         ops.push(sig, &[Activation::Normed.into(), Weight::LmHead.into(), Activation::Logits.into()]);
     }
 
-    /// Pushes the draw of a token from each of `rows` rows of logits, of `vocab` columns; none without rows.
+    /// Pushes the draw of a token from each of `rows` rows of `vocab` logits; nothing if `rows` is 0.
     pub fn draw(&self, rows: u32, vocab: u32, sizes: DrawSizes, ops: &mut impl OpSink) {
         if rows == 0 {
             return;
@@ -159,7 +160,7 @@ impl<'a> LayerOps<'a> {
         ops.push(OpSig::Sample { rows, cols: vocab, history, tops }, &args);
     }
 
-    /// The KV of its layers.
+    /// Returns the KV shape of its layers.
     pub fn kv(&self) -> KvShape {
         let kv = self.shape.kv_shape();
         let scaled = |latent| LatentKv { scale: self.constants.score_scale, ..latent };
@@ -188,7 +189,7 @@ impl<'a> LayerOps<'a> {
         ops.push(OpSig::RmsNorm { rows, cols, eps: self.constants.eps, x, weight, out: x }, &args);
     }
 
-    /// Products of the same `m` rows of `k` columns: one of all their columns where the engine joins them.
+    /// Pushes products of the same `m` rows of `k` columns, fused into one of all their columns if `joins`.
     fn products(&self, [m, k]: [u32; 2], from: Activation, of: &[Projection], ops: &mut impl OpSink) {
         let (x, weight) = (self.shape.activation, self.shape.weight);
         let mut product = |n, Projection { weight: by, bias, to, .. }: &Projection| {
@@ -203,7 +204,7 @@ impl<'a> LayerOps<'a> {
         }
     }
 
-    /// A product that goes back to the residual stream, to which it is added if `adds`.
+    /// Pushes a product that goes back to the residual stream, to which it is added if `adds`.
     fn back(
         &self,
         [m, k]: [u32; 2],
@@ -212,14 +213,14 @@ impl<'a> LayerOps<'a> {
         adds: bool,
         ops: &mut impl OpSink,
     ) {
-        // what is normalised first is added later
+        // a product with a post-norm is normalised before it is added
         let has_post_norms = self.shape.style.has_post_norms();
         let (to, adds) = match has_post_norms {
             true => (Activation::Branch, false),
             false => (Activation::Residual, adds),
         };
         let ModelShape { hidden: n, activation: x, weight, .. } = *self.shape;
-        // a bias is added once
+        // only one member adds the bias
         let bias = bias.filter(|_| self.adds);
         let has_bias = bias.is_some();
         let sig = OpSig::Gemm { m, n, k, x, weight, out: DType::F32, bias: has_bias, accumulate: adds };

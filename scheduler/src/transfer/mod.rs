@@ -13,11 +13,11 @@
 //!  loss      Cancel at prefill, decode and holder   Revoked, LinkDown, Lost: placed again
 //! ```
 //!
-//! Each placement of a request has a number, its attempt, which orders carry and reports repeat. Reports of
-//! an earlier attempt, and of instances that have no part in the current one, change nothing.
+//! Each placement of a request has a number, its attempt: orders carry it, and reports repeat it. Reports of
+//! an earlier attempt, and of instances outside the current placement, are ignored.
 //!
-//! Absent: clocks, bytes, slots, pieces and verdicts, which are between the sender and the receiver; the
-//! choice of places, which is the fleet machine's (`fleet`).
+//! Absent: clocks; bytes, slots, pieces and verdicts, which the sender and the receiver handle; the choice of
+//! instances, which the fleet machine makes (`fleet`).
 
 mod event;
 #[cfg(test)]
@@ -37,11 +37,11 @@ enum TransferStage {
     Reserving,
     /// The prompt was given to its prefill instance.
     Computing,
-    /// The prompt is computed on another instance than the one that decodes it.
+    /// The prompt is computed, and its KV is still in flight to the decode instance.
     Computed { at: Seconds },
-    /// All KV is where it decodes, and the first token is not known yet.
+    /// All KV has reached the decode instance, and the first token has not been reported.
     Arrived,
-    /// It decodes where its KV was sent.
+    /// The decode instance has the KV and the first token, and decodes.
     Joined,
 }
 
@@ -52,7 +52,7 @@ pub struct PlacedAt {
     pub prefill: InstanceId,
     /// The instance that generates the tokens; may be the same.
     pub decode: InstanceId,
-    /// The prefix that another instance sends; none once it is no longer waited for.
+    /// The prefix that another instance sends; none once the prefill instance no longer waits for it.
     pub pull: Option<PrefixSource>,
     stage: TransferStage,
 }
@@ -69,11 +69,12 @@ impl PlacedAt {
 struct TransferState<T> {
     /// The number of its placement.
     attempt: u32,
-    /// None while it waits for a place.
+    /// None while it waits to be placed.
     place: Option<PlacedAt>,
-    /// Number of tokens of its answer that were passed on.
+    /// Number of tokens of its answer that were passed to the client.
     tokens: u32,
-    /// Tokens of the decode instance that came before the first one, which another instance draws, by index.
+    /// Tokens, by index, that the decode instance reported before the prefill instance's report of the first
+    /// token arrived.
     early: BTreeMap<u32, T>,
 }
 
@@ -98,12 +99,12 @@ impl<T> Default for KvTransfers<T> {
 }
 
 impl<T> KvTransfers<T> {
-    /// The place of a request; none if it has none now, or is not known.
+    /// Returns where a request is placed; none if it is unknown, or waits to be placed.
     pub fn place(&self, request: RequestId) -> Option<&PlacedAt> {
         self.requests.get(request)?.place.as_ref()
     }
 
-    /// The number of a request's placement; 0 if it is not known, as for copies.
+    /// Returns the number of a request's placement; 0 for unknown requests and for copies.
     pub fn attempt(&self, request: RequestId) -> u32 {
         self.requests.get(request).map_or(0, |state| state.attempt)
     }
@@ -190,7 +191,7 @@ impl<T> KvTransfers<T> {
     }
 
     fn placed<R>(&mut self, request: RequestId, place: PlacedAt, actions: &mut Vec<Action<R, T>>) {
-        // A place that was not lost before would keep what it reserved.
+        // Otherwise the instances of an earlier placement would keep their reservations.
         self.leave(request, actions);
         if !self.requests.contains(request) {
             let (attempt, place, tokens, early) = (0, None, 0, BTreeMap::new());
@@ -200,7 +201,7 @@ impl<T> KvTransfers<T> {
         let place = state.place.insert(place);
         let to = Reporter { instance: place.decode, request, attempt: state.attempt };
         if place.is_split() {
-            // Room is made at the receiver first.
+            // The receiver reserves room before the prompt is computed.
             actions.push(Action::Reserve { to, sender: place.prefill });
         } else {
             place.stage = TransferStage::Computing;
@@ -235,7 +236,7 @@ impl<T> KvTransfers<T> {
         }
     }
 
-    /// Cancels a request wherever it is; it has no place then.
+    /// Cancels a request on all instances of its placement, which ends.
     fn leave<R>(&mut self, request: RequestId, actions: &mut Vec<Action<R, T>>) {
         let Some(state) = self.requests.get_mut(request) else { return };
         let Some(PlacedAt { prefill, decode, pull, .. }) = state.place.take() else { return };
@@ -252,7 +253,7 @@ impl<T> KvTransfers<T> {
         actions.push(Action::PlaceAgain { request });
     }
 
-    /// Ends a copy; false if `request` is none.
+    /// Ends a copy; false if `request` is not a copy.
     fn end_copy<R>(&mut self, request: RequestId, kept: bool, actions: &mut Vec<Action<R, T>>) -> bool {
         let Some(CopyState { source, .. }) = self.copies.remove(request) else { return false };
         if !kept {
@@ -308,14 +309,15 @@ impl<T> KvTransfers<T> {
 }
 
 impl<T> TransferState<T> {
-    /// Reports of an earlier placement may be late, and other instances have no say.
+    /// Whether a report has the current attempt and is from one of its instances. Reports of earlier attempts
+    /// may arrive late.
     fn is_current(&self, by: Reporter) -> bool {
         let is_part = |place: &PlacedAt| [place.prefill, place.decode].contains(&by.instance);
         self.attempt == by.attempt && self.place.as_ref().is_some_and(is_part)
     }
 
-    /// Passes on the tokens whose turn it is. An instance's reports come in their order; the first token of a
-    /// split request may come over a slower connection than those after it.
+    /// Passes tokens to the client in order. Reports of one instance arrive in order. The first token of a
+    /// split request comes from the prefill instance, so later tokens may arrive before it.
     fn drawn<R>(&mut self, by: Reporter, index: u32, token: T, at: Seconds, actions: &mut Vec<Action<R, T>>) {
         let Some(place) = &mut self.place else { return };
         let is_begun = place.stage != TransferStage::Reserving;
@@ -348,8 +350,8 @@ impl<T> TransferState<T> {
         }
     }
 
-    /// The decode instance has reported this placement's room before; reports name no attempt, so the stage
-    /// identifies one from an earlier placement.
+    /// Handles the report that all KV has reached the decode instance. The report has no attempt. One of an
+    /// earlier placement is recognised by the stage, since the decode instance has not reported room since.
     fn joined<R>(
         &mut self,
         request: RequestId,
