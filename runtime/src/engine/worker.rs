@@ -49,7 +49,7 @@ pub(super) type Action = mixfleet_scheduler::batch::Action<Box<[u32]>>;
 pub(super) struct Active {
     pub(super) attempt: u32,
     pub(super) wanted: Arc<GenerateRequest>,
-    /// What changes its logits; none if nothing does.
+    /// Penalties, masks and forced tokens that change its logits, if any.
     pub(super) shaping: Option<Shaping>,
     /// KV of the request that another instance will send.
     pub(super) expected: Option<ExpectedKv>,
@@ -74,13 +74,13 @@ pub(super) struct Worker {
     pub(super) receiver: KvReceiver,
     /// The KV in the pages of the device or devices.
     pub(super) kv: InstanceKv,
-    /// Memory on the device for what it is probed with.
+    /// Device memory for the bytes that a probe writes and reads back.
     pub(super) probed: Slice,
     /// The grammars of answers, and the orders that wait for one.
     pub(super) grammars: GrammarWait,
     /// The tiers that store evicted KV.
     pub(super) below: Option<InstanceTiers>,
-    /// The loads from lower tiers that sequences wait for, in the order of their beginnings.
+    /// The loads from lower tiers that sequences wait for, oldest first.
     pub(super) loads: VecDeque<BlockLoad>,
     pub(super) orders: MessageReceiver<ToWorker>,
     pub(super) words: MessageReceiver<FromPeer>,
@@ -100,7 +100,7 @@ impl Worker {
         let _ = self.reports.send((self.id, message));
     }
 
-    /// Reports the load if nothing was reported for a while: a step may have to wait for its receivers.
+    /// Reports the load if nothing was reported for `ALIVE_INTERVAL`: a step may have to wait for receivers.
     pub(super) fn report_alive(&self) {
         if (self.env.now() - self.reported_at.get()).0 > ALIVE_INTERVAL.0 {
             self.report_load();
@@ -176,7 +176,7 @@ impl Worker {
         } else if step.is_none() {
             self.load_alone()?;
         }
-        // While it waits for sends to end, it takes turns in which nothing changes.
+        // Turns in which only sends are awaited change nothing, so the load is not reported each time.
         if self.load_reported.get() == Some(self.machine.load()) {
             self.report_alive();
         } else {
@@ -188,7 +188,7 @@ impl Worker {
     /// Feeds the machine an event in response to which it starts no step.
     pub(super) fn machine_step(&mut self, event: Event) -> Result<()> {
         let step = self.carry_out(event)?;
-        debug_assert!(step.is_none(), "an idle device is given a step, and no other");
+        debug_assert!(step.is_none(), "only Event::Idle may start a step");
         Ok(())
     }
 
@@ -197,7 +197,7 @@ impl Worker {
     fn carry_out(&mut self, event: Event) -> Result<Option<Step>> {
         let (mut actions, mut run) = (Vec::new(), None);
         self.machine.step(event, &mut actions);
-        // Blocks to load are leased before room is made below for evicted blocks.
+        // Blocks to load are leased before lower tiers make room for evicted blocks.
         let mut lease = self.lease_wanted(&actions);
         let mut evicted = self.keep_evicted(&actions, &mut lease)?;
         for action in actions {
@@ -217,7 +217,7 @@ impl Worker {
                     self.sender.queue_cached(request, tokens_cached, &self.kv);
                 }
                 Action::Reserved { request, tokens_cached } => {
-                    // It is contained here, since the other actions must be carried out too.
+                    // A failure is contained here, since the remaining actions must be carried out too.
                     let awaited = self.await_kv(request, tokens_cached);
                     self.contain(awaited)?;
                 }
@@ -294,7 +294,7 @@ impl Worker {
             };
             let (attempt, wanted) = (active.attempt, active.wanted.clone());
             if wanted.hints.keeps_kv && matches!(active.phase, WorkPhase::Prompt(_)) {
-                // before the client hears that it is there
+                // before the client is told that the KV is kept
                 self.keep_prompt(request)?;
             }
             let Some(text) = self.machine.text_mut(request) else { continue };

@@ -1,12 +1,12 @@
 //! Requests answered by external engines: a fleet machine chooses the engine, and bodies are relayed whole.
 //!
-//! Each client's request runs in the task of its connection (`relay`). It takes the machine's lock to be
-//! placed and to report its first token, its growth and its end, and never while it waits. One task per
-//! engine (`keep`) probes it, measures it once, and tells the machine when it comes and goes; another one
-//! (`cached`) follows what it has cached. Where the machine divides a request, one engine computes the
-//! prompt and another one takes its KV over and answers (`divided`); copies of requests show whether KV
-//! arrives undamaged (`canary`). A request that may have ended engines is tried apart, or not at all
-//! (`suspects`).
+//! Each client's request runs in the task of its connection (`relay`). The task takes the machine's lock to
+//! place the request and to report its first token, growth and end; it never holds the lock while it waits.
+//! One task per engine (`keep`) probes it, measures it once, and tells the machine when it comes up or goes
+//! down; another one (`cached`) follows what it has cached. Where the machine divides a request, one engine
+//! computes the prompt, and another one takes over its KV and answers (`divided`); copies of requests show
+//! whether KV arrives undamaged (`canary`). A request that may have crashed engines is retried apart from
+//! others, or quarantined (`suspects`).
 //!
 //! Absent: the text of tokens, tokenizers, templates, vendors' fields, HTTP.
 
@@ -67,38 +67,39 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use tokio::sync::{Notify, watch};
 
-/// Tokens in a byte of a prompt until answers have shown how many.
+/// Assumed tokens per byte of a prompt, until answers report token counts.
 const TOKENS_PER_BYTE: f64 = 0.25;
-/// The weight of the latest prompt in that ratio.
+/// The weight of the latest prompt in the moving mean of that ratio.
 const RATIO_FOLLOWS: f64 = 0.1;
-/// Context of a model that does not tell it.
+/// Assumed context of an engine that does not report it.
 const CONTEXT: u32 = 4096;
-/// Sequences of an engine that does not tell how many it runs.
+/// Assumed maximum of sequences of an engine that does not report it.
 const SEQUENCES: u32 = 64;
-/// Tokens of a block of an engine that does not tell.
+/// Assumed tokens per block of an engine that does not report it.
 const BLOCK_TOKENS: u32 = 16;
-/// Maximum number of counted requests that an engine has from elsewhere.
+/// Maximum number of counted requests per engine from elsewhere, that is, not sent by this gateway.
 const OTHERS_MAX: u32 = 256;
 /// Assumed prompt and answer of a request from elsewhere.
 const OTHERS_TOKENS: u32 = 512;
 /// KV bytes of a token if no engine's shape is known: those of a model of 8 billion weights with 8 KV heads,
 /// bf16.
 const KV_BYTES_PER_TOKEN: u64 = 131_072;
-/// Ids from here on are of requests from elsewhere.
+/// The first id of requests from elsewhere.
 const OTHERS_FROM: RequestId = 1 << 63;
-/// Time that a request waits for a suspended engine, and between two attempts to place it.
+/// Time that a request waits for an unreachable engine to return.
 const PATIENCE: Seconds = Seconds(3.0);
+/// Time between two attempts to place such a request.
 const RETRY_WAIT: Duration = Duration::from_millis(20);
 
 /// An engine and the operator's options for it.
 pub struct EngineSpec {
     /// How it is driven.
     pub engine: Arc<dyn OutsideEngine>,
-    /// What it calls the model, where that is not the name that clients use.
+    /// The engine's name of the model, if clients use another.
     pub model: Option<String>,
     /// Its rent. Prices count only if every engine has one.
     pub price: Option<UsdPerHour>,
-    /// What predicts it; without, it is measured once it answers.
+    /// Its cost model; if none, the engine is measured once it answers.
     pub cost: Option<CostModel>,
     /// Whether it computes prompts, generates, or both.
     pub role: Role,
@@ -122,7 +123,7 @@ pub struct GatewayParts {
     pub placements: Arc<Placements>,
     /// The process's metrics.
     pub metrics: Metrics,
-    /// When KV between engines is proven by canaries; none: never, and engines share requests unproven.
+    /// Configuration of the canaries that prove KV between engines; without, engines share requests unproven.
     pub canaries: Option<CanaryConfig>,
 }
 
@@ -138,13 +139,13 @@ pub(crate) struct RelayRequest {
     pub(crate) prompt_bytes: usize,
     /// Length of the prompt, if it came as token ids.
     pub(crate) prompt_ids: Option<u32>,
-    /// The keys of its blocks, for each size of blocks, as far as they are known.
+    /// The keys of its blocks, for each block size, as far as they are known.
     pub(crate) chains: Vec<PromptChain>,
     pub(crate) choices: u32,
     pub(crate) max_tokens: Option<u32>,
-    /// What the client is granted at most.
+    /// The tenant's limit of answer tokens.
     pub(crate) granted_tokens: Option<u32>,
-    /// Whose share of the engines it uses.
+    /// The party whose share of the engines it uses.
     pub(crate) party: PartyId,
     pub(crate) hints: Hints,
     /// Its digest, once that is known.
@@ -175,7 +176,7 @@ impl std::fmt::Debug for Gateway {
 struct Member {
     spec: EngineSpec,
     up: watch::Sender<bool>,
-    /// Has it probed at once.
+    /// Notified to probe it at once.
     look: Arc<Notify>,
 }
 
@@ -183,8 +184,9 @@ struct Member {
 struct Fleetwide {
     front: Front,
     tokens_per_byte: f64,
-    /// Number of requests for token ids, and the earliest time of the next one.
+    /// Number of requests for token ids, by which engines take turns.
     reads: usize,
+    /// Earliest time of the next such request.
     read_from: Seconds,
     seats: Vec<EngineSeat>,
     /// Which engines may share requests, if canaries run.
@@ -196,12 +198,12 @@ struct Fleetwide {
 /// The known state of an engine.
 #[derive(Default)]
 struct EngineSeat {
-    /// As the machine has it; none while it is not up.
+    /// Its description in the fleet machine; none while it is not up.
     instance: Option<Instance>,
     context: u32,
-    /// Whether it gets no work until it answers a probe.
+    /// Whether it is unreachable or leaving, and gets no work until a probe finds it back.
     rests: bool,
-    /// Whether it gets none because it fails.
+    /// Suspends it while it fails repeatedly.
     breaker: Breaker,
     /// Requests from here in progress there.
     own: u32,
@@ -211,9 +213,9 @@ struct EngineSeat {
     tokens_per_chunk: Option<f64>,
     /// Requests from elsewhere that the machine knows of.
     others: u32,
-    /// How many there were at the last probe.
+    /// Number of requests from elsewhere at the latest probe.
     others_seen: u32,
-    /// Whether hand-offs of KV to it, or from it, fail.
+    /// Suspends hand-offs of KV to it and from it while they fail.
     hand_offs: Breaker,
     /// Why it did not serve at the latest failed probe.
     said: String,
@@ -230,13 +232,13 @@ struct EngineSeat {
 struct Asked<'a> {
     request: RequestId,
     wanted: &'a RelayRequest,
-    /// Tokens of its answer that are there already.
+    /// Number of tokens of its answer that were generated before.
     generated: u32,
-    /// That of its first placement.
+    /// Due time of its first placement, if this is a further one.
     due: Option<Seconds>,
     /// Engines that do not get it.
     avoided: &'a [usize],
-    /// Of them, those that were not offered.
+    /// The avoided engines that the caller excluded; the others failed at this request.
     left_out: &'a [usize],
     /// Why no two engines share it, if so.
     undivided: Option<&'static str>,
@@ -249,12 +251,12 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// Engines with which a request is placed otherwise than by their state.
+/// Engines that are treated differently for one request than their state says.
 #[derive(Clone, Copy)]
 struct ChoiceLimits<'a> {
-    /// They do not get it.
+    /// Engines that must not get it.
     avoided: &'a [usize],
-    /// They rest, and may get it nevertheless.
+    /// Suspended engines that may get it nevertheless.
     resting: &'a [usize],
 }
 
@@ -262,7 +264,7 @@ struct ChoiceLimits<'a> {
 struct EnginePlace {
     /// The engine that answers.
     at: usize,
-    /// The one that computes its prompt, if that is another.
+    /// The engine that computes its prompt, if it is another one.
     prompt_at: Option<usize>,
     due: Seconds,
     /// Predicted time until the prompt is computed, and from then until its KV has landed.
@@ -270,7 +272,7 @@ struct EnginePlace {
     transfer: Seconds,
     /// Predicted time of a further token.
     tbt: Seconds,
-    /// Prompt tokens that were taken to be cached where it is computed.
+    /// Prompt tokens assumed to be cached on the engine that computes the prompt.
     cached: u32,
     /// Predicted wait of the prompt for others and for room.
     waits: Seconds,
@@ -339,12 +341,12 @@ impl Gateway {
         &self.name
     }
 
-    /// Seconds since 1970 at which this began.
+    /// Unix time at which the gateway started, in seconds.
     pub(crate) fn created(&self) -> u64 {
         self.created
     }
 
-    /// The longest prompt and answer that an engine takes together.
+    /// The maximum of prompt and answer tokens together, over all engines.
     pub(crate) fn context(&self) -> u32 {
         self.lock().context()
     }
@@ -421,7 +423,7 @@ impl Gateway {
         placed
     }
 
-    /// The same, but waits briefly while a suspended engine could take it.
+    /// Like [`place`](Self::place), but waits up to `PATIENCE` while an unreachable engine could take it.
     async fn place_patiently(&self, asked: &Asked<'_>) -> Result<EnginePlace, Rejected> {
         let until = self.env.now() + PATIENCE;
         loop {
@@ -436,7 +438,7 @@ impl Gateway {
         }
     }
 
-    /// Tells the machine something.
+    /// Reports an event to the fleet machine.
     fn tell(&self, event: Event) {
         self.lock().front.step(event);
     }
@@ -467,7 +469,7 @@ impl Gateway {
     fn count_instances(&self, state: &Fleetwide) {
         let up = state.seats.iter().filter(|seat| seat.instance.is_some()).count();
         self.metrics.instances.set(to_i64(up));
-        // in any role, and even if it is known to fail
+        // in any role, and even while it is suspended
         let serves = |seat: &EngineSeat| seat.instance.is_some() && !seat.rests;
         self.metrics.serves.set(state.seats.iter().any(serves).into());
         for (at, seat) in state.seats.iter().enumerate() {
@@ -481,8 +483,8 @@ impl Fleetwide {
         self.seats.iter().map(|seat| seat.context).max().filter(|context| *context > 0).unwrap_or(CONTEXT)
     }
 
-    /// Assumed tokens of the prompt, and the maximum of the answer. Both are held within the model's context:
-    /// whether the real ones are, the engine says.
+    /// Assumed tokens of the prompt, and the maximum of the answer. Both are clamped to the model's context;
+    /// the engine checks the real lengths.
     fn lengths(&self, wanted: &RelayRequest) -> (u32, u32) {
         let context = self.context().max(2);
         let by_bytes = || to_u32(to_u64(wanted.prompt_bytes as f64 * self.tokens_per_byte));
@@ -491,21 +493,22 @@ impl Fleetwide {
         (prompt, most.clamp(1, context - prompt))
     }
 
-    /// Whether the machine may divide requests, or holds some back from engines with roles.
+    /// Whether an engine has a role or a KV link, so that the machine may divide requests.
     fn divides(&self) -> bool {
         let has_part = |own: &Instance| own.role != Role::Auto || own.nic.is_some();
         self.seats.iter().filter_map(|seat| seat.instance.as_ref()).any(has_part)
     }
 
-    /// Whether a suspended engine outside `avoided` may soon take work again.
+    /// Whether an unreachable engine outside `avoided` may soon take work again.
     fn some_rest(&self, avoided: &[usize]) -> bool {
         let resting = |seat: &EngineSeat| seat.rests && seat.instance.is_some();
         self.seats.iter().enumerate().any(|(at, seat)| resting(seat) && !avoided.contains(&at))
     }
 
-    /// Has the machine place a request on engines that are not avoided, in the best way that is left. Also
-    /// returns the pair that shares it, and the pair that would if its KV were proven; `undivided` says why
-    /// one engine does all of it.
+    /// Has the machine place a request on engines that are not avoided. If none can take it, suspended
+    /// engines are offered too, then all engines regardless of role. Also returns the pair that shares it,
+    /// and the pair that would if its KV were proven. `undivided` is set to the reason why one engine does
+    /// all of it.
     fn decide_any(
         &mut self,
         now: Seconds,
@@ -518,7 +521,7 @@ impl Fleetwide {
         let due_again = self.resting(now, avoided, false);
         let limits = ChoiceLimits { avoided, resting: &due_again };
         let (mut decided, mut pairs) = self.decide_proven(arrival, limits, is_whole);
-        // No request is turned away for an engine's failures: without another one it gets what that one says.
+        // Failing engines are no reason to reject a request: if no other is left, one of them gets it.
         let resting = self.resting(now, avoided, true);
         let limits = ChoiceLimits { avoided, resting: &resting };
         if is_for_lack_of_engines(&decided) && !resting.is_empty() {
@@ -527,7 +530,7 @@ impl Fleetwide {
             pairs.extend(more);
         }
         let unproven = pairs.first().and_then(|pair| self.barred(*pair));
-        // In any role, too: any engine can compute prompts and answer.
+        // Last, roles are ignored: every engine can compute prompts and answer.
         if is_for_lack_of_engines(&decided) && divides && !is_whole {
             *undivided = unproven.or(Some("no two engines with these roles can take it"));
             decided = self.decide(arrival, limits, RequestDivision::Undivided);
@@ -545,13 +548,13 @@ impl Fleetwide {
         self.front.decide(Arrival { exclude, division, ..arrival.clone() })
     }
 
-    /// Two engines may share a request, except those of `apart` and those whose hand-offs fail.
+    /// Allows two engines to share a request, except engines in `apart` and those whose hand-offs fail.
     fn divided_but_for(&self, apart: &[usize]) -> RequestDivision {
         let shares_nothing = |at: usize| apart.contains(&at) || self.seats[at].hand_offs.is_open();
         RequestDivision::NotAmong(self.instances_where(shares_nothing))
     }
 
-    /// The engines that are up and meet a condition.
+    /// Returns the engines that are up and meet a condition.
     fn instances_where(&self, meets: impl Fn(usize) -> bool) -> Vec<InstanceId> {
         let is_up = |at: &usize| self.seats[*at].instance.is_some();
         (0..self.seats.len()).filter(is_up).filter(|at| meets(*at)).map(|at| InstanceId(to_u32(at))).collect()
@@ -579,7 +582,7 @@ impl Fleetwide {
     }
 }
 
-/// Whether a request is turned away because no engine that gets requests could ever take it.
+/// Whether a request is rejected because no engine that gets requests could ever take it.
 fn is_for_lack_of_engines(decided: &Decision) -> bool {
     let reasons = decided.verdict.as_ref().err().map(|(reason, _)| reason);
     matches!(reasons, Some(RejectReason::NoInstance | RejectReason::TooLarge { .. }))

@@ -77,21 +77,22 @@ pub struct FleetConfig {
     /// Value of a second of waiting in dollars; by default the price of a second of the average instance.
     /// Unused if an instance has no price.
     pub wait_usd_per_s: Option<f64>,
-    /// Cost of KV memory where it binds: a share of an instance's memory for a second costs this many times
-    /// that share of a second's rent (of a second, if prices are missing). 0 disables it.
+    /// Weight of KV memory in the score where memory is the bottleneck; 0 disables it. Holding a share of an
+    /// instance's memory for a second costs this multiple of the same share of a second's rent, or of a
+    /// second if prices are missing.
     #[serde(default)]
     pub kv_weight: f64,
     /// The rule that picks placements.
     #[serde(default)]
     pub policy: Policy,
-    /// The requests that are rejected on arrival.
+    /// The rule that rejects requests on arrival.
     #[serde(default)]
     pub admission: Admission,
     /// Whether instances can pull prefixes from others.
     #[serde(default)]
     pub pull: bool,
-    /// Whether the first token is drawn where the answer is generated, once its KV has landed; by default it
-    /// is where the prompt is computed.
+    /// Whether the decode instance draws the first token, once the KV has landed; by default the prefill
+    /// instance draws it.
     #[serde(default)]
     pub first_token_at_decode: bool,
     /// Whether a decode instance that has become too busy for the objective drops a request whose prompt is
@@ -104,8 +105,8 @@ pub struct FleetConfig {
     /// When hot prefixes are copied to further instances; by default never.
     #[serde(default)]
     pub replicate: Option<Replicate>,
-    /// Share of all requests' predicted time that trials of instances may cost which get no work because
-    /// they are predicted to be slow; 0 for no trials.
+    /// Time that trials may cost, as a share of all requests' predicted time; 0 for no trials. A trial sends
+    /// a request to an instance that gets no work because it is predicted to be slow.
     #[serde(default)]
     pub trial_share: f64,
     /// Seed of policies and trials.
@@ -114,8 +115,8 @@ pub struct FleetConfig {
 }
 
 impl FleetConfig {
-    /// The configuration for a model whose tokens have `kv_bytes_per_token` of KV in `layers` layers, without
-    /// objectives and pulls.
+    /// Creates the configuration for a model with `kv_bytes_per_token` of KV per token in `layers` layers,
+    /// without objectives and pulls.
     pub fn new(kv_bytes_per_token: u64, layers: u32) -> Self {
         FleetConfig {
             kv_bytes_per_token,
@@ -141,7 +142,7 @@ impl FleetConfig {
     }
 }
 
-/// The weight of the latest prediction in the mean pace.
+/// The weight of the latest prediction in the moving mean of predicted TBT (`Fleet::pace`).
 const PACE_FOLLOWS: f64 = 0.1;
 
 /// The fleet machine. Equal events at equal times give equal actions.
@@ -158,16 +159,16 @@ pub struct Fleet {
     works: Works,
     /// Number of `works` that belong to other routers.
     others_prompts: usize,
-    /// The parties with requests of this router's.
+    /// The parties with requests at this router.
     parties: PartyCounts,
     lengths: Lengths,
     window: roles::Window,
-    /// Mean TBT predicted for the last few requests.
+    /// Moving mean of the TBT predicted for the latest requests.
     pace: Seconds,
     index: PrefixIndex,
-    /// The last answer of the index, kept for its allocation.
+    /// The latest result of the index; kept to reuse its allocation.
     prefixes: Prefixes,
-    /// The reusable tokens of the last arrival, kept for their allocation.
+    /// The reusable tokens of the latest arrival; kept to reuse the allocation.
     cached: Vec<u32>,
     /// State of replication; none if prefixes are not copied.
     replicas: Option<replicate::Replicas>,
@@ -177,7 +178,7 @@ pub struct Fleet {
     trials: trials::TrialBudget,
     /// Time at which corrections are checked next.
     fade_at: Seconds,
-    /// Number of requests placed in turn.
+    /// Number of requests that the round-robin policy has placed.
     turns: u64,
     /// Mean price of all instances, if each has one.
     mean_price: Option<UsdPerHour>,
@@ -216,13 +217,13 @@ impl Fleet {
         self.works.len() - self.others_prompts
     }
 
-    /// Number of tokens of a request's answer that are generated; 0 if it is not known.
+    /// Returns the number of generated tokens of a request's answer; 0 if the request is unknown.
     pub fn generated(&self, request: RequestId) -> u32 {
         let decodes_on = self.works.get(request).and_then(|work| self.position(work.decode));
         decodes_on.map_or(0, |at| self.loads[at].generated(request))
     }
 
-    /// Predicted time of the prompts placed on `instance` from `now` on; 0 if it is not up.
+    /// Returns the predicted time from `now` of the prompts queued on `instance`; 0 if it is not up.
     pub fn queued_prefill(&self, instance: InstanceId, now: Seconds) -> Seconds {
         self.position(instance).map_or(Seconds::ZERO, |at| {
             self.loads[at].backlog(now, Seconds(f64::INFINITY), &self.works).0.time
@@ -243,8 +244,8 @@ impl Fleet {
         self.able(Role::prefills).any(pair)
     }
 
-    /// Handles `event`, which happened at `now`, and appends the actions to `actions`. `now` is on any clock
-    /// that does not run backwards.
+    /// Handles `event`, which happened at `now`, and appends the actions to `actions`. `now` is from any
+    /// monotonic clock.
     pub fn step(&mut self, now: Seconds, event: Event, actions: &mut Vec<Action>) {
         if let Some(replicas) = &mut self.replicas {
             replicas.heard(&event);
@@ -265,7 +266,7 @@ impl Fleet {
             Event::Measured { instance, steps } => self.measured(now, instance, &steps),
             Event::Finished { request } => {
                 if let Some((_, Some(seat))) = self.forget(now, request) {
-                    // The first token counts as generated where the prompt is computed.
+                    // An answer that ended before its hand-off has the prefill instance's first token.
                     self.lengths.observe(seat.class, seat.generated.max(1));
                 }
             }
@@ -297,7 +298,8 @@ impl Fleet {
         }
     }
 
-    /// The blocks that each instance reported to hold, in order. It visits every block: for checks.
+    /// Returns the blocks that each instance reported to hold, in order. Visits every block, so only checks
+    /// should call it.
     pub fn held(&self) -> BTreeMap<InstanceId, Vec<(Tier, BlockHash)>> {
         self.loads.iter().map(|load| (load.spec.id, self.index.held_by(load.spec.id))).collect()
     }
