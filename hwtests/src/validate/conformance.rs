@@ -10,7 +10,7 @@ use mixfleet_hal::{Device, DeviceLimits};
 
 /// Returns the names of the operations and checks, one group each, in the order of the suite.
 pub(crate) fn groups() -> Vec<&'static str> {
-    // the set of operations does not depend on the limits
+    // any limits do: the set of operations does not depend on them
     let limits = DeviceLimits {
         allocation_bytes_max: 1 << 30,
         alignment_bytes: 1,
@@ -55,14 +55,14 @@ fn result(id: &str, report: CaseReport) -> CaseResult {
     };
     let mut result = CaseResult::new(id, status, reason);
     if let Some(ratio) = report.ratio_max {
-        // JSON has no infinity, which is the ratio of a NaN
+        // a NaN result has an infinite ratio, which JSON cannot express
         result = result.fact("error_of_bound_max", ratio.min(f64::MAX));
     }
     if let Some(invariant) = report.batch_invariant {
         result = result.fact("batch_invariant", invariant);
     }
     if status.is_wrong() {
-        // signature, distribution and seed are enough to repeat it
+        // the case has the signature, distribution and seed with which it can be repeated
         result = result.fact("case", report.case);
     }
     result

@@ -1,5 +1,5 @@
-//! Plays a trace against the scheduler's own machines, driven by events whose times the cost models predict
-//! instead of a clock.
+//! Plays a trace against the scheduler's own machines. Events take place at times that the cost models
+//! predict; there is no clock.
 //!
 //! All decisions are made by `mixfleet_scheduler::fleet`; `engine` runs the batch machine of each instance,
 //! and `network` models the links between them. It uses one thread and only seeded randomness: equal inputs
@@ -54,9 +54,9 @@ use spare::SpareSharing;
 use timeline::Timeline;
 use transfers::SimulatedTransfer;
 
-/// Largest fleet in which every step is reported before a decision. In larger ones decisions use what
-/// instances reported when they last began something else: arrivals interrupt a run of decode steps every
-/// second or two, and updating a thousand instances for each decision would take most of the time.
+/// Largest fleet, in instances, in which all steps so far are reported before each decision. In a larger one,
+/// an instance reports its decode steps when a run of them ends. Arrivals end a run every second or two, and
+/// updating a thousand instances for each decision would take most of the simulation's time.
 const TOLD_OF_EACH_STEP_MAX: usize = 64;
 
 /// The dtype of all KV; the fleet file gives its size.
@@ -71,7 +71,7 @@ pub struct InstanceSetup {
     pub limits: BatchLimits,
     /// The tiers below its devices.
     pub tiers: Vec<TierSetup>,
-    /// The instances whose devices attend to a part of what it decodes, by index.
+    /// Indices of the instances whose devices compute attention for a part of what it decodes.
     pub lenders: Vec<u32>,
 }
 
@@ -80,13 +80,13 @@ pub struct InstanceSetup {
 pub struct Setup {
     /// Configuration of the fleet machine.
     pub fleet: FleetConfig,
-    /// `max_tokens` of requests, if the answer is not longer; traces do not have it.
+    /// `max_tokens` of a request, unless its answer is longer; traces do not record it.
     pub max_tokens: u32,
     /// Tokens per KV block.
     pub block_tokens: u32,
     /// Names of the pools.
     pub pools: Vec<String>,
-    /// The origin of each pool's times.
+    /// The source of each pool's predicted times.
     pub bases: Vec<PoolBasis>,
     /// All instances.
     pub instances: Vec<InstanceSetup>,
@@ -126,7 +126,7 @@ pub fn run(
         world.move_to(at_s);
         world.turn_up(request);
     }
-    // Copies still in progress then are ignored.
+    // Copies in progress at the end of the last request are ignored.
     while world.has_requests() && world.agenda.next_at().is_some() && !world.is_decided() {
         world.advance();
         world.check()?;
@@ -252,7 +252,7 @@ impl<'a> World<'a> {
                 let by = Reporter { instance: InstanceId(instance), request, attempt };
                 self.transfer(SimulatedTransfer::Revoked { by });
             }
-            // It belongs to a place that the request has lost.
+            // Events of an earlier placement are ignored.
             Next::Landed { .. } | Next::Loaded { .. } | Next::TakenOver { .. } => {}
             Next::Beat { number } => self.beat(number),
             Next::SlowsDown { index } => self.slows_down(index),
@@ -280,7 +280,7 @@ impl<'a> World<'a> {
         self.coming.insert(request.id, request);
     }
 
-    /// Lets requests arrive that follow one that has ended.
+    /// Schedules the requests of a conversation that follow one that has ended.
     fn goes_on(&mut self, session: Option<ConversationTurn>, request: u64) {
         let Some(session) = session else { return };
         for (at_s, next) in self.classes.ended(session, request, self.now_s) {
@@ -412,7 +412,7 @@ impl<'a> World<'a> {
     fn steps_end(&mut self, instance: u32) {
         self.engines[instance as usize].steps_end(self.now_s, &mut self.outcomes);
         self.settle(instance);
-        // It handles the responses of others before its next step.
+        // It handles messages from other instances before its next step.
         self.wake(instance);
     }
 
@@ -468,7 +468,7 @@ impl<'a> World<'a> {
         self.outcomes = outcomes;
     }
 
-    /// Handles a prompt that has its blocks, with the KV that was `reused`.
+    /// Handles a prompt that has got its blocks; `reused` is the KV that it need not compute.
     fn began(&mut self, instance: u32, request: u64, reused: Reused) {
         self.ledger.began(reused);
         let drawn = self.transfers.tokens(request);
@@ -536,7 +536,7 @@ impl<'a> World<'a> {
         }
     }
 
-    /// Completes an answer, whose last token `instance` drew, with its gaps since its last placement.
+    /// Completes an answer, whose last token `instance` drew. `gaps` are those since its latest placement.
     fn end(&mut self, instance: u32, request: u64, gaps: Vec<Gaps>) {
         let decode = self.transfers.place(request).map(|place| place.decode);
         self.transfer(SimulatedTransfer::Finished { request, instance: InstanceId(instance), knows: true });
