@@ -73,11 +73,11 @@ const TOKENS_PER_BYTE: f64 = 0.25;
 const RATIO_FOLLOWS: f64 = 0.1;
 /// Assumed context of an engine that does not report it.
 const CONTEXT: u32 = 4096;
-/// Assumed maximum of sequences of an engine that does not report it.
+/// Assumed maximum number of sequences of an engine that does not report it.
 const SEQUENCES: u32 = 64;
 /// Assumed tokens per block of an engine that does not report it.
 const BLOCK_TOKENS: u32 = 16;
-/// Maximum number of counted requests per engine from elsewhere, that is, not sent by this gateway.
+/// Maximum number of requests from elsewhere (not sent by this gateway) that are counted per engine.
 const OTHERS_MAX: u32 = 256;
 /// Assumed prompt and answer of a request from elsewhere.
 const OTHERS_TOKENS: u32 = 512;
@@ -95,7 +95,7 @@ const RETRY_WAIT: Duration = Duration::from_millis(20);
 pub struct EngineSpec {
     /// How it is driven.
     pub engine: Arc<dyn OutsideEngine>,
-    /// The engine's name of the model, if clients use another.
+    /// The engine's own name for the model, if clients use another.
     pub model: Option<String>,
     /// Its rent. Prices count only if every engine has one.
     pub price: Option<UsdPerHour>,
@@ -123,7 +123,7 @@ pub struct GatewayParts {
     pub placements: Arc<Placements>,
     /// The process's metrics.
     pub metrics: Metrics,
-    /// Configuration of the canaries that prove KV between engines; without, engines share requests unproven.
+    /// Configuration of the canaries that prove KV between engines; none: engines share requests unproven.
     pub canaries: Option<CanaryConfig>,
 }
 
@@ -143,7 +143,7 @@ pub(crate) struct RelayRequest {
     pub(crate) chains: Vec<PromptChain>,
     pub(crate) choices: u32,
     pub(crate) max_tokens: Option<u32>,
-    /// The tenant's limit of answer tokens.
+    /// The tenant's limit on answer tokens.
     pub(crate) granted_tokens: Option<u32>,
     /// The party whose share of the engines it uses.
     pub(crate) party: PartyId,
@@ -201,7 +201,7 @@ struct EngineSeat {
     /// Its description in the fleet machine; none while it is not up.
     instance: Option<Instance>,
     context: u32,
-    /// Whether it is unreachable or leaving, and gets no work until a probe finds it back.
+    /// Whether it is unreachable or leaving, and gets no work until a probe shows that it is back.
     rests: bool,
     /// Suspends it while it fails repeatedly.
     breaker: Breaker,
@@ -251,12 +251,12 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// Engines that are treated differently for one request than their state says.
+/// Exceptions to the engines' states for one request.
 #[derive(Clone, Copy)]
 struct ChoiceLimits<'a> {
     /// Engines that must not get it.
     avoided: &'a [usize],
-    /// Suspended engines that may get it nevertheless.
+    /// Suspended engines that may get it anyway.
     resting: &'a [usize],
 }
 
@@ -346,7 +346,7 @@ impl Gateway {
         self.created
     }
 
-    /// The maximum of prompt and answer tokens together, over all engines.
+    /// Returns the maximum tokens of prompt and answer together, over all engines.
     pub(crate) fn context(&self) -> u32 {
         self.lock().context()
     }
