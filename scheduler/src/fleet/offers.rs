@@ -3,9 +3,9 @@
 //!
 //! ```text
 //! missing = what the node lacks of prompt and answer
-//! take it if  way back(missing) < prefill(missing) on the quickest instance,
+//! take it if  pull(missing) < prefill(missing) on the quickest instance,
 //!             the links out and in are free within PATIENCE,
-//!             and, where there are prices, w * (prefill - way back) > price of the traffic both ways
+//!             and, where there are prices, w * (prefill - pull) > price of the traffic both ways
 //! ```
 //!
 //! A device evicts blocks long after it computed them, so a node takes a copy early, while the block is still
