@@ -17,7 +17,7 @@ use mixfleet_scheduler::fleet::PartyId;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// Maximum predicted wait of a request of negative priority: a longer wait is a refusal.
+/// Maximum predicted wait of a request with a negative priority, which is refused if it would wait longer.
 pub const SHED_WAIT: Seconds = Seconds(1.0);
 
 /// Places the requests of proxies.
@@ -39,13 +39,14 @@ pub struct PickQuery {
     pub body: Arc<Vec<u8>>,
     /// Excluded engines, by position.
     pub left_out: Vec<usize>,
-    /// Head start in the order of requests, in seconds. A request with a value below 0 is refused first.
+    /// Head start in the order of requests, in seconds. Below 0, the request is refused if it would wait for
+    /// more than [`SHED_WAIT`].
     pub priority: i32,
     /// The party that shares the engines equally with others; none if unknown.
     pub fairness_id: Option<String>,
 }
 
-/// The reason for a missing destination, in the client's terms.
+/// A refusal of a request, in the client's terms.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PickRefusal {
     /// The status code.
@@ -118,7 +119,7 @@ impl Picker {
     /// Places a request.
     ///
     /// # Errors
-    /// The reason for a missing destination.
+    /// The refusal, if there is no destination.
     pub async fn pick(&self, query: PickQuery) -> Result<Picked, PickRefusal> {
         let began = self.env.now();
         let read = endpoint(&query.path);
@@ -164,8 +165,8 @@ impl Picker {
         self.metrics.picks.get_or_create(&PickLabels { outcome }).inc();
     }
 
-    /// The request for placement, and whether the body was parsed. An invalid body is reported by the engine:
-    /// it is placed by its length.
+    /// Returns the request for placement, and whether the body was parsed. An invalid body is placed by its
+    /// length, and the engine reports the error.
     fn wanted(&self, query: &PickQuery, read: Option<Endpoint>, now: Seconds) -> (RelayRequest, bool) {
         let outlined = read.map(|endpoint| outline(&query.body, endpoint, None));
         let outlined = outlined.and_then(|outlined| {
@@ -211,7 +212,7 @@ impl Picker {
     }
 }
 
-/// The outcome of a rejection in metrics.
+/// Returns the label of a rejection in metrics.
 fn outcome(rejection: &Rejection) -> &'static str {
     match rejection {
         Rejection::Overloaded { .. } => "overloaded",
@@ -241,7 +242,7 @@ impl Picked {
         self.tally.is_some()
     }
 
-    /// Records the engine that answers, by the proxy's report, or the destination without one.
+    /// Records which engine answers: the one that the proxy reports, or else the destination.
     pub fn served_by(&mut self, at: Option<usize>) {
         let choice = match at {
             Some(at) if self.passage.served_by(at) => "fallback",
@@ -292,7 +293,7 @@ impl Picked {
         }
     }
 
-    /// Handles the status of a failed answer: from 500 on, and 429, it is the engine's failure.
+    /// Handles the status of a failed answer. 429, and 500 and above, are failures of the engine.
     pub fn answered_with(&mut self, status: u16) {
         let kind = match status {
             429 | 503 => EngineFaultKind::Busy,

@@ -49,7 +49,7 @@ pub(crate) struct FitArgs {
     json: bool,
 }
 
-/// The device that models are fitted to.
+/// The device whose memory models must fit.
 struct FittedDevice {
     name: String,
     part: Option<&'static Part>,
@@ -72,13 +72,13 @@ struct FittingModel {
     prefill_tokens_per_s: f64,
     /// Tokens of KV that fit beside the weights.
     kv_tokens: u64,
-    /// Longest sequence of the model.
+    /// Maximum length of a sequence.
     context_max: u32,
     /// Likely relative error of the times; none if unknown.
     error: Option<f64>,
 }
 
-/// A model that fits in none of the formats.
+/// A model that fits in none of the requested formats.
 #[derive(Serialize)]
 struct OversizedModel {
     model: String,
@@ -141,7 +141,7 @@ fn device(args: &FitArgs) -> Result<FittedDevice> {
     if !backends::is_named(&selector) {
         let near = catalog::closest(&selector).join(", ");
         let near =
-            if near.is_empty() { "'mixfleet devices' and 'mixfleet parts' list them".into() } else { near };
+            if near.is_empty() { "none; see 'mixfleet devices' and 'mixfleet parts'".into() } else { near };
         bail!(UsageError(format!("no device, part or file is called '{selector}'; closest: {near}")));
     }
     let device = backends::open(&selector)?;
@@ -168,7 +168,7 @@ fn subjects(args: &FitArgs) -> Result<Vec<Vec<SizedModel>>> {
     args.models.iter().map(|name| forms(name)).collect()
 }
 
-/// The model on the device, if its weights and the KV of one sequence fit.
+/// Predicts the model on the device, if its weights and the KV of one sequence fit.
 fn fit(model: &SizedModel, device: &FittedDevice, args: &FitArgs) -> Option<FittingModel> {
     let sequence = args.context.min(model.context_max);
     let prompt = args.prompt.min(sequence);

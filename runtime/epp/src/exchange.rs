@@ -16,11 +16,11 @@ use tonic::Status;
 
 /// Maximum size of a request's body.
 const BODY_BYTES_MAX: usize = 32 << 20;
-/// Maximum length of a request id that is kept.
+/// Maximum length of a client's request id; a longer one is replaced.
 const ID_BYTES_MAX: usize = 128;
 const OBJECTIVE: [&str; 2] = ["x-llm-d-inference-objective", "x-gateway-inference-objective"];
 const FAIRNESS: [&str; 2] = ["x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"];
-/// The request header that requests response headers about the placement.
+/// Request header that turns on response headers about the placement.
 const EXPLAIN: &str = "x-mixfleet-explain";
 
 /// A request in the picker. Dropping it before its end cancels the placement.
@@ -29,9 +29,9 @@ pub(crate) struct Exchange {
     sent: BodiesSent,
     has_begun: bool,
     query: PickQuery,
-    /// The name of the request's objective, if there is one.
+    /// Name of the request's objective, if it has one.
     objective: Option<String>,
-    /// Endpoints that the proxy allows, if it names any.
+    /// The only endpoints that the proxy allows, if it names any.
     subset: Option<Vec<String>>,
     explains: bool,
     /// Pieces of the body that wait for a destination.
@@ -44,7 +44,7 @@ pub(crate) struct Exchange {
     answer: AnswerPhase,
 }
 
-/// Status of the answer.
+/// State of the answer.
 enum AnswerPhase {
     None,
     /// The pieces are read.
@@ -79,10 +79,10 @@ impl Exchange {
         }
     }
 
-    /// Answers a message of the proxy; empty where more of a request is needed first.
+    /// Answers a message of the proxy. Returns nothing while more of the request is needed.
     ///
     /// # Errors
-    /// Why the proxy cannot be answered.
+    /// The reason why the message cannot be answered.
     pub(crate) async fn step(
         &mut self,
         message: ProcessingRequest,
@@ -115,8 +115,8 @@ impl Exchange {
         }
     }
 
-    /// Time after which the prompt of an unstreamed answer is assumed to be computed; none if no answer is
-    /// expected.
+    /// Time after which the prompt of an unstreamed answer is assumed to be computed; none for streams, and
+    /// once the answer has begun.
     pub(crate) fn prompt_due(&self) -> Option<Duration> {
         let picked = self.picked.as_ref().filter(|picked| !picked.stream())?;
         matches!(self.answer, AnswerPhase::None).then(|| picked.prompt_due())
@@ -176,7 +176,7 @@ impl Exchange {
         if is_last { self.place().await } else { Vec::new() }
     }
 
-    /// Answers the request in place of an endpoint.
+    /// Answers the request with a refusal, in place of an endpoint.
     fn refuse(&mut self, refusal: PickRefusal) -> Vec<ProcessingResponse> {
         self.is_decided = true;
         self.waiting = Vec::new();
@@ -292,7 +292,8 @@ impl Exchange {
     }
 }
 
-/// A fault in a relayed answer: whether the engine has ended is determined by the engine's probe alone.
+/// Converts a fault in a relayed answer. A cut answer does not show that the engine has ended: only a probe
+/// does.
 fn unfinished(fault: EngineFault) -> EngineFault {
     let kind = if fault.kind == EngineFaultKind::Cut { EngineFaultKind::Failed } else { fault.kind };
     EngineFault { kind, ..fault }

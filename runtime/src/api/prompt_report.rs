@@ -1,9 +1,9 @@
-//! Reports on prompts: the text (`echo`), and log-probabilities of the tokens, in the shape that the package
+//! Reports on prompts: the text (`echo`), and log-probabilities of the tokens, in the format that the package
 //! `lm-eval` and others read.
 //!
-//! A prompt whose tokens need log-probabilities is submitted as its first token and the others forced behind
-//! it ([`GenerateRequest::forced_ids`](crate::request::GenerateRequest::forced_ids)): each is drawn, and
-//! returned with the log-probabilities of its position.
+//! For log-probabilities only the first token is submitted as the prompt. The other tokens are forced as an
+//! answer ([`GenerateRequest::forced_ids`](crate::request::GenerateRequest::forced_ids)), so each is returned
+//! with the log-probabilities of its position.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::text::{TextDecoder, TextModel};
 use crate::request::Logprobs;
 use mixfleet_hal::cast::to_u32;
 
-/// Maximum of alternatives per position.
+/// Maximum number of alternatives per position.
 const PROMPT_LOGPROBS_MAX: i64 = 20;
 
 /// The requested report on the prompt.
@@ -24,12 +24,12 @@ pub(crate) struct PromptWishes {
     pub(crate) echo: bool,
     /// Alternatives per token of the prompt in `prompt_logprobs`.
     pub(crate) logprobs: Option<u32>,
-    /// Alternatives per token of the prompt in front of those of the answer.
+    /// Alternatives per token of the prompt in `logprobs`, before those of the answer.
     pub(crate) echoed_logprobs: Option<u32>,
 }
 
 impl PromptWishes {
-    /// Reads `echo` where an endpoint has it, and `prompt_logprobs`. `logprobs` is the number of alternatives
+    /// Reads `echo`, if the endpoint has it, and `prompt_logprobs`. `logprobs` is the number of alternatives
     /// in the answer.
     pub(crate) fn parse(
         fields: &mut Fields<'_>,
@@ -46,12 +46,12 @@ impl PromptWishes {
         Ok(PromptWishes { echo, logprobs: own, echoed_logprobs: logprobs.filter(|_| echo) })
     }
 
-    /// Alternatives that are needed per token of the prompt; none without log-probabilities.
+    /// Number of alternatives needed per token of the prompt; none without log-probabilities.
     pub(crate) fn tops(&self) -> Option<u32> {
         self.logprobs.max(self.echoed_logprobs)
     }
 
-    /// Whether the prompt is reported, so that an answer may have no generated tokens.
+    /// Whether the prompt is reported; the answer may then have no generated tokens.
     pub(crate) fn tells_prompt(&self) -> bool {
         self.echo || self.logprobs.is_some()
     }
@@ -60,9 +60,9 @@ impl PromptWishes {
 /// The report on a prompt.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct ToldPrompt {
-    /// The text in front of the answer.
+    /// The text before the answer.
     pub(crate) text: String,
-    /// Entries in front of the answer's own.
+    /// Entries before the answer's own.
     pub(crate) echoed: Vec<TokenLogprobs>,
     /// Entries of `prompt_logprobs`, if they are requested.
     pub(crate) logprobs: Option<Vec<TokenLogprobs>>,
@@ -79,7 +79,7 @@ pub(crate) struct PromptReader {
 }
 
 impl PromptReader {
-    /// Creates a reader of the prompt `ids` with the text `text`, or the decoded tokens.
+    /// Creates a reader of the prompt `ids`. Its text is `text`, or else the decoded tokens.
     ///
     /// # Errors
     /// The tokenizer's error.
@@ -113,7 +113,7 @@ impl PromptReader {
     /// When the token differs from the prompt's, or has no log-probabilities.
     pub(crate) fn take(&mut self, id: u32, logprobs: Option<Logprobs>) -> Result<(), String> {
         if self.ids.get(self.entries.len()) != Some(&id) || logprobs.is_none() {
-            return Err("the engine returned another prompt than the requested one".into());
+            return Err("the engine returned a prompt other than the requested one".into());
         }
         self.add(id, logprobs)
     }
@@ -124,7 +124,7 @@ impl PromptReader {
         Ok(())
     }
 
-    /// Takes the report on the prompt; empty afterwards.
+    /// Returns the report on the prompt.
     pub(crate) fn told(self) -> ToldPrompt {
         let cut = |most: u32| {
             let entries = self.entries.iter().cloned();

@@ -18,7 +18,7 @@ const ITEMS_MAX: usize = 16 << 10;
 const STORE: &str = "nothing is stored here: send the whole conversation as 'input'";
 const NOT_YET: &str = "it is not implemented";
 
-/// Fields that need an absent feature, and why.
+/// Refused fields, each with a hint for the client.
 const REFUSED: &[(&str, &str)] = &[
     ("previous_response_id", STORE),
     ("conversation", STORE),
@@ -34,7 +34,7 @@ const REFUSED: &[(&str, &str)] = &[
     ("prompt_logprobs", NOT_YET),
 ];
 
-/// Names of chat fields, and the fields that they were converted from.
+/// Chat fields, each with the client's field that it was converted from.
 const RENAMED: [(&str, &str); 6] = [
     ("messages", "input"),
     ("max_completion_tokens", "max_output_tokens"),
@@ -47,7 +47,7 @@ const RENAMED: [(&str, &str); 6] = [
 /// Request fields that the response repeats.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ResponseFrame {
-    /// JSON of fields by their names.
+    /// Name and JSON of each field.
     pub(crate) repeated: Vec<(&'static str, Box<RawValue>)>,
     /// Whether log-probabilities of the text are returned.
     pub(crate) logprobs: bool,
@@ -123,7 +123,7 @@ fn read(fields: &mut Fields<'_>, chat: &mut ChatBody) -> Result<bool, ApiError> 
     if fields.string("truncation")?.is_some_and(|kind| kind != "disabled") {
         return Err(ApiError::unsupported("truncation", "send an input that fits"));
     }
-    // a limit on built-in tools, of which there are none
+    // without effect: it limits built-in tools, which do not exist here
     fields.integer("max_tool_calls", 0..=i64::from(u32::MAX))?;
     if let Some(mut options) = fields.fields("stream_options")? {
         options.boolean("include_obfuscation")?;
@@ -243,7 +243,7 @@ fn included(fields: &mut Fields<'_>) -> Result<bool, ApiError> {
             logprobs = true;
             Ok(())
         }
-        // responses have no items with this field
+        // accepted, since responses here have no items with this field
         Some("reasoning.encrypted_content") => Ok(()),
         _ => Err(ApiError::unsupported("include", "only \"message.output_text.logprobs\" is")),
     };
@@ -262,7 +262,7 @@ fn refuse_rest(place: &str, rest: &Fields<'_>) -> Result<(), ApiError> {
     }
 }
 
-/// A chat message of parts that are JSON.
+/// A chat message whose parts are JSON.
 #[derive(Default)]
 struct ChatItem<'a> {
     role: &'static str,
@@ -317,8 +317,8 @@ fn message(item: &ChatItem<'_>) -> String {
     body.finish()
 }
 
-/// Adds an item of a conversation. A call joins the assistant's message before it, and reasoning joins the
-/// one after it.
+/// Adds an item of a conversation. A call is added to the assistant's message before it, and reasoning to the
+/// message after it.
 fn add_item<'a>(
     place: &str,
     raw: &'a RawValue,
@@ -349,7 +349,7 @@ fn add_item<'a>(
             };
             let content = Some(fields.take("content").ok_or_else(|| missing("content"))?);
             let reasoning = reasoning.take_if(|_| role == "assistant");
-            // a phase of Codex's answers
+            // Codex sends this; it has no effect
             fields.take("phase");
             items.push(ChatItem { role, content, reasoning, ..ChatItem::default() });
         }
@@ -372,7 +372,7 @@ fn add_item<'a>(
             items.push(ChatItem { role: "tool", content, answers, ..ChatItem::default() });
         }
         Some("reasoning") => {
-            // a summary is not a text of this model
+            // a summary is not the model's own reasoning
             fields.take("summary");
             if let Some(parts) = fields.take("content") {
                 *reasoning = Some(thought(place, parts)?);
@@ -389,7 +389,7 @@ fn add_item<'a>(
     refuse_rest(place, &fields)
 }
 
-/// The text of the reasoning.
+/// Returns the text of a reasoning item.
 fn thought(place: &str, raw: &RawValue) -> Result<String, ApiError> {
     let place = format!("{place}.content");
     let mut said = String::new();

@@ -9,9 +9,9 @@ use crate::model::ToolStyle;
 pub(super) enum CallPlace {
     /// Within the arguments of a call.
     Arguments(JsonScan),
-    /// Behind the arguments of a call, within its marks.
+    /// After the arguments of a call, before its closing mark.
     Behind,
-    /// Behind the last call of a list, before its closing mark.
+    /// After the last call of a list, before its closing mark.
     Closing,
 }
 
@@ -24,8 +24,8 @@ pub(super) struct JsonScan {
 }
 
 impl JsonScan {
-    /// Reads on. Returns the position in `text` at which the object ends, if it does; `close` ends an
-    /// incomplete one, unless it stands in a string.
+    /// Continues with `text`. Returns the position in it at which the object ends, if it does. `close` ends
+    /// an incomplete object, unless it is within a string.
     pub(super) fn end(&mut self, text: &str, close: &str) -> Option<usize> {
         for (at, letter) in text.char_indices() {
             match letter {
@@ -56,8 +56,8 @@ pub(super) struct BegunCall {
     pub(super) at: usize,
 }
 
-/// The call at the beginning of `text`, behind the opening mark; none before the arguments have begun, or if
-/// it must be read as a whole.
+/// Returns the call at the beginning of `text`, which follows the opening mark; none before the arguments
+/// have begun, or if the call must be read as a whole.
 pub(super) fn begin(style: ToolStyle, text: &str, functions: &[CalledFunction]) -> Option<BegunCall> {
     let (name, at) = match style {
         ToolStyle::Tagged => json_head(text, 0)?,
@@ -98,7 +98,7 @@ pub(super) fn begin(style: ToolStyle, text: &str, functions: &[CalledFunction]) 
     functions.iter().any(|(known, _)| known == name).then(|| BegunCall { name: name.to_owned(), at })
 }
 
-/// The name in an object with a name and arguments that begins behind `from`, and the position of the
+/// Returns the name in the object at `from`, which has a name and arguments, and the position of the
 /// arguments.
 fn json_head(text: &str, from: usize) -> Option<(&str, usize)> {
     let rest = after(&text[from..], "{")?;
@@ -116,7 +116,7 @@ fn json_head(text: &str, from: usize) -> Option<(&str, usize)> {
     (rest.starts_with('{') && !name.contains('\\')).then(|| (name, text.len() - rest.len()))
 }
 
-/// The text behind `sign`, which white space may precede.
+/// Returns the text after `sign`, which white space may precede.
 fn after<'a>(text: &'a str, sign: &str) -> Option<&'a str> {
     text.trim_start().strip_prefix(sign)
 }

@@ -1,9 +1,9 @@
 //! Supported families: defaults of their configuration classes, and the differences of their layers from
 //! Llama's.
 //!
-//! A dense family is one entry of [`FAMILIES`]. Different computation of layers is a
-//! [`LayerStyle`](mixfleet_scheduler::layers::LayerStyle), made of the entry and the configuration
-//! (`style.rs`); different storage of tensors is a [`TensorLayout`].
+//! A dense family is one entry of [`FAMILIES`]. A [`LayerStyle`](mixfleet_scheduler::layers::LayerStyle) has
+//! the differences in computation, which `style.rs` derives from the entry and the configuration. A
+//! [`TensorLayout`] has the differences in storage.
 
 use super::rope::RopeDefaults;
 use super::stored::{NormNames, TensorLayout};
@@ -20,7 +20,7 @@ pub(super) struct Family {
     pub(super) head_dim: Option<u32>,
     pub(super) norm_eps: f64,
     pub(super) rope: RopeDefaults,
-    /// The defaults of the rope of layers with a window, where they differ.
+    /// Rope defaults of layers with a window, if they differ.
     pub(super) sliding_rope: Option<RopeDefaults>,
     /// Whether the LM head is the embedding unless the configuration says otherwise.
     pub(super) tied: bool,
@@ -41,10 +41,10 @@ pub(super) enum FamilyBiases {
     Never,
     /// q, k and v.
     Qkv,
-    /// q, k and v by this field, which has this default.
+    /// q, k and v if this field is true; the second value is its default.
     QkvBy(&'static str, bool),
-    /// All of attention by `attention_bias` with this default, and the MLP by `mlp_bias`, if that field is
-    /// read.
+    /// All projections of attention if `attention_bias` is true, which has this default. With `with_mlp`,
+    /// those of the MLP if `mlp_bias` is true.
     AttentionBy { default: bool, with_mlp: bool },
 }
 
@@ -66,7 +66,8 @@ pub(super) enum StreamScales {
     None,
     /// The four multipliers of Granite.
     Granite,
-    /// Embeddings by the square root of their length, and scores by `query_pre_attn_scalar`.
+    /// Embeddings times the root of their length; in Gemma 3, scores over the root of
+    /// `query_pre_attn_scalar`.
     Gemma,
 }
 
@@ -263,7 +264,7 @@ pub(super) const FAMILIES: [Family; 25] = [
     },
 ];
 
-/// A family that otherwise has Llama's defaults.
+/// Returns a family with Llama's defaults under another name.
 const fn of(model_type: &'static str, architecture: &'static str) -> Family {
     Family { model_type, architecture, ..LLAMA }
 }

@@ -1,7 +1,7 @@
 //! Storage of a model's tensors: names, fused tensors, and folded norms.
 //!
-//! A tensor that a layer needs may be rows of a stored one (q, k and v in one matrix); norms may be stored
-//! minus one, and carry multipliers of other places of the model.
+//! A tensor that a layer needs may be some rows of a stored one (q, k and v in one matrix). Norms may be
+//! stored minus one, and may absorb multipliers of other operations.
 
 use super::config::ModelConfig;
 use super::names::{self, PlannedTensor};
@@ -22,17 +22,17 @@ pub struct TensorLayout {
     pub offset_norms: bool,
 }
 
-/// Naming, and so positions, of a layer's norms.
+/// Names of a layer's norms, which determine their positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormNames {
     /// `input_layernorm` and `post_attention_layernorm`, which is before the MLP.
     Llama,
     /// Llama's two, and `post_self_attn_layernorm` and `post_mlp_layernorm` after attention and MLP (GLM-4).
     Glm4,
-    /// `input_layernorm` and `pre_feedforward_layernorm`, and after them `post_attention_layernorm` and
-    /// `post_feedforward_layernorm` (Gemma 3).
+    /// `input_layernorm` and `pre_feedforward_layernorm` before attention and MLP, `post_attention_layernorm`
+    /// and `post_feedforward_layernorm` after them (Gemma 3).
     Gemma,
-    /// `post_attention_layernorm` and `post_feedforward_layernorm`, both after the block (OLMo 2).
+    /// `post_attention_layernorm` and `post_feedforward_layernorm`, after attention and MLP (OLMo 2).
     Olmo,
 }
 
@@ -69,7 +69,7 @@ impl TensorLayout {
         TensorLayout { fused_qkv: false, fused_mlp: false, norms: NormNames::Llama, offset_norms: false };
 }
 
-/// The change of stored norms before use: `(w + offset) * factor`.
+/// Conversion of stored norm weights at load: `(w + offset) * factor`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct NormFold {
     offset: f32,
@@ -77,7 +77,7 @@ pub(super) struct NormFold {
 }
 
 impl NormFold {
-    /// The elements as f32.
+    /// Returns the converted elements as f32.
     pub(super) fn apply(self, dtype: DType, stored: &[u8]) -> Vec<u8> {
         let (offset, factor) = (f64::from(self.offset), f64::from(self.factor));
         let mut out = Vec::with_capacity(stored.len() * 2);
@@ -91,12 +91,12 @@ impl NormFold {
 pub(super) struct StoredTensor {
     pub(super) name: String,
     pub(super) shape: Vec<u64>,
-    /// The rows that form the planned tensor, if not all.
+    /// Rows of the stored tensor that form the planned one; none means all.
     pub(super) rows: Option<Range<u64>>,
     pub(super) fold: Option<NormFold>,
 }
 
-/// Finds the planned tensors of a model in a checkpoint.
+/// Finds a planned tensor of a model in its checkpoint.
 pub(super) fn stored_tensor(config: &ModelConfig, tensor: &PlannedTensor) -> StoredTensor {
     let fold = fold_of(config, tensor.weight);
     let part = fused_rows(config, tensor.weight).zip(tensor.layer).filter(|_| tensor.expert.is_none());
@@ -114,7 +114,7 @@ pub(super) fn stored_tensors(config: &ModelConfig) -> Vec<(StoredTensor, Weight)
     let mut all: Vec<(StoredTensor, Weight)> = Vec::new();
     for planned in names::tensors(config) {
         let stored = stored_tensor(config, &planned);
-        // parts of a tensor follow each other
+        // parts of a stored tensor are adjacent: the first one represents it
         if stored.rows.as_ref().is_none_or(|rows| rows.start == 0) {
             all.push((stored, planned.weight));
         }
@@ -122,7 +122,7 @@ pub(super) fn stored_tensors(config: &ModelConfig) -> Vec<(StoredTensor, Weight)
     all
 }
 
-/// Rows of a tensor of several matrices: from `first` on, of `of` in all.
+/// Position of a matrix in a fused tensor: its first row, and the number of rows of the whole tensor.
 struct FusedRows {
     name: &'static str,
     first: u64,
@@ -146,7 +146,7 @@ fn fused_rows(config: &ModelConfig, weight: Weight) -> Option<FusedRows> {
     }
 }
 
-/// The change of a stored norm; none if it is used unchanged.
+/// Returns the conversion of a stored norm; none if it is used unchanged.
 fn fold_of(config: &ModelConfig, weight: Weight) -> Option<NormFold> {
     let factor = match weight {
         Weight::LastNorm => config.scales.last_norm,

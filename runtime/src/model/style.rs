@@ -1,4 +1,4 @@
-//! A configuration's differences from Llama's layers besides the shape: which layers are rotated, and the
+//! Differences of a configuration's layers from Llama's besides the shape: which layers are rotated, and the
 //! multipliers of the residual stream, scores and logits.
 
 use super::config::Rope;
@@ -10,8 +10,11 @@ use mixfleet_hal::cast::to_f32;
 use mixfleet_scheduler::layers::{LayerRope, LayerStyle, NormPlacement};
 use serde_json::Value;
 
-/// Multipliers of layers for a normalised residual stream: it is divided by the family's multiplier of
-/// blocks, since norms of the stream cancel the division (their epsilon is divided, too).
+/// Multipliers of a model whose residual stream is rescaled.
+///
+/// The stream is kept divided by a factor, so that sums need no multiplication: Granite's
+/// `residual_multiplier`, or in Gemma 3 the multiplier of embeddings. Norms of the stream cancel the
+/// division; their epsilon is divided by the square of the factor.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ModelScales {
     /// Epsilon of the norms of the residual stream.
@@ -22,12 +25,12 @@ pub struct ModelScales {
     pub branch: f32,
     /// Factor of the weights of the last norm.
     pub last_norm: f32,
-    /// Factor of scores, beside `1/sqrt(head_dim)`. Cosines and sines of queries and keys carry its root.
+    /// Factor of scores beside `1/sqrt(head_dim)`. The cosines and sines of the rope carry its square root.
     pub score: f32,
 }
 
 impl ModelScales {
-    /// Multipliers of a model without any.
+    /// Returns the neutral multipliers.
     pub(super) fn none(norm_eps: f32) -> Self {
         ModelScales { stream_eps: norm_eps, embedding: 1.0, branch: 1.0, last_norm: 1.0, score: 1.0 }
     }
@@ -46,7 +49,7 @@ impl ModelScales {
         let factor = |field: &str| -> Result<f64> { Ok(fields.positive(field)?.unwrap_or(1.0)) };
         match family.scales {
             StreamScales::None => Ok(none),
-            // norms after blocks carry the inverse, so that embeddings stay as they are
+            // the stream is divided by the multiplier of embeddings: norms after blocks carry the inverse
             StreamScales::Gemma if family.layout.norms.placement() == NormPlacement::Around => {
                 let before = fields.positive("query_pre_attn_scalar")?.unwrap_or(256.0);
                 Ok(ModelScales {
@@ -70,13 +73,13 @@ impl ModelScales {
         }
     }
 
-    /// The rope with the factor of scores.
+    /// Returns the rope with the factor of scores applied.
     pub(super) fn scaled(&self, rope: Rope) -> Rope {
         Rope { scale: rope.scale * self.score.sqrt(), ..rope }
     }
 }
 
-/// The ropes of a model: the rope of all layers, or of layers that the second one does not rotate.
+/// The ropes of a model, and which of them each layer uses; an empty `of_layers` means `main` in all.
 pub(super) struct ModelRopes {
     pub(super) main: Rope,
     pub(super) second: Option<Rope>,
@@ -111,7 +114,7 @@ impl ModelRopes {
         let main = rope::parse(fields, size, family.rope)?;
         let of_layers = match family.model_type {
             "smollm3" => bare_layers(fields, windows.len())?,
-            // with windows, layers without one are not rotated
+            // if some layers have a window, those without one are not rotated
             "exaone4" if !fields.has("sliding_window") || fields.get("sliding_window").is_some() => {
                 let of = |window: &Option<u32>| match window {
                     Some(_) => LayerRope::Main,
@@ -125,7 +128,7 @@ impl ModelRopes {
     }
 }
 
-/// Layers that `no_rope_layers`, or else `no_rope_layer_interval`, leaves without rope. A 0 means without.
+/// Reads which layers have no rope: from `no_rope_layers` (0: none), or else `no_rope_layer_interval`.
 fn bare_layers(fields: &Fields, layers: usize) -> Result<Vec<LayerRope>> {
     const FIELD: &str = "no_rope_layers";
     let of = |is_rotated: bool| if is_rotated { LayerRope::Main } else { LayerRope::Absent };
@@ -151,8 +154,8 @@ pub(super) fn layer_style(family: &Family, scales: &ModelScales, ropes: Vec<Laye
     }
 }
 
-/// Fields that change a model's computation, and their neutral values. A family reads some of them; the
-/// others are refused where they have another value.
+/// Fields that change a model's computation, their neutral values, and the families that read them. Other
+/// families refuse other values.
 const EFFECTS: [(&str, Harmless, &[&str]); 20] = [
     ("embedding_multiplier", Harmless::One, &["granite"]),
     ("residual_multiplier", Harmless::One, &["granite"]),

@@ -1,31 +1,31 @@
-//! What layers of some families do beside what those of Llama do.
+//! Differences of some families' layers from Llama's: norms, ropes, activation and embedding.
 
 use super::{Activation, LayerOps, OpSink, StepTable, Weight};
 use mixfleet_hal::{DType, OpSig, Scalar};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
-/// Where the norms of attention and of the MLP are.
+/// Positions of norms relative to a block: attention or the MLP.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum NormPlacement {
-    /// Before them (Llama).
+    /// Before the block (Llama).
     #[default]
     Before,
-    /// Before them, and after them before the sum with the residual stream (Gemma, GLM-4).
+    /// Before the block, and after it, before the sum with the residual stream (Gemma 3, GLM-4).
     Around,
-    /// After them, before the sum with the residual stream (OLMo 2).
+    /// After the block, before the sum with the residual stream (OLMo 2).
     After,
 }
 
 /// How a layer rotates queries and keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum LayerRope {
-    /// By the model's rope.
+    /// By the model's main rope.
     #[default]
     Main,
-    /// By its second one (layers with a window in Gemma 3 and OLMo 3).
+    /// By the model's second rope (layers with a window in Gemma 3 and OLMo 3).
     Second,
-    /// Not at all (SmolLM3).
+    /// Not at all (some layers of SmolLM3 and EXAONE 4).
     Absent,
 }
 
@@ -35,18 +35,18 @@ pub enum LayerRope {
 pub struct LayerStyle {
     /// Where norms are.
     pub norms: NormPlacement,
-    /// Whether the norms of q and k are over all heads together instead of over each (OLMo 2).
+    /// Whether the norms of q and k are over all heads together instead of per head (OLMo 2).
     pub whole_qk_norm: bool,
     /// Whether embeddings are multiplied by a number (Granite, Gemma).
     pub scaled_embedding: bool,
     /// Whether the MLP's function is GELU instead of SiLU (Gemma).
     pub gelu: bool,
-    /// The rope of each layer; none means the model's in all.
+    /// The rope of each layer; an empty list means the main rope in all.
     pub ropes: Vec<LayerRope>,
 }
 
 impl LayerStyle {
-    /// That of a stage of the layers.
+    /// Returns the style of these layers, as a stage has them.
     #[must_use]
     pub fn of_layers(&self, layers: &Range<u32>) -> Self {
         let ropes = self.ropes.get(layers.start as usize..layers.end as usize).unwrap_or_default().to_vec();
@@ -58,7 +58,7 @@ impl LayerStyle {
         self.ropes.get(layer).copied().unwrap_or_default()
     }
 
-    /// Whether what attention and the MLP make is normalised before it is added.
+    /// Whether outputs of attention and of the MLP are normalised before the sum with the residual stream.
     pub fn has_post_norms(&self) -> bool {
         self.norms != NormPlacement::Before
     }
@@ -73,18 +73,18 @@ impl LayerStyle {
         self.ropes.iter().filter(|rope| **rope == LayerRope::Absent).count()
     }
 
-    /// Why devices cannot divide the layers; none if they can.
+    /// Returns why devices cannot divide the layers; none if they can.
     pub fn undivided(&self) -> Option<&'static str> {
         match (self.has_post_norms(), self.whole_qk_norm) {
-            (true, _) => Some("norms of what all heads and columns make together"),
-            (_, true) => Some("norms of all heads together"),
+            (true, _) => Some("norms over the whole output of attention and of the MLP"),
+            (_, true) => Some("norms over all heads together"),
             _ => None,
         }
     }
 }
 
 impl LayerOps<'_> {
-    /// Pushes the lookup of the embeddings that are multiplied by a number.
+    /// Pushes the lookup of embeddings and their multiplication by a number.
     pub(super) fn scaled_embed(&self, tokens: u32, vocab: u32, ops: &mut impl OpSink) {
         let (hidden, table, out) = (self.shape.hidden, self.shape.weight, self.shape.activation);
         let args = [StepTable::Ids.into(), Weight::Embedding.into(), Activation::Normed.into()];
@@ -93,7 +93,7 @@ impl LayerOps<'_> {
         self.add_factored(tokens, false, ops);
     }
 
-    /// Pushes what makes the factors of rows that post-norms add: ones.
+    /// Pushes the row factors of the sums after post-norms: ones.
     pub(super) fn unit_factors(&self, tokens: u32, ops: &mut impl OpSink) {
         if self.shape.style.has_post_norms() {
             self.fill_factors(tokens, Scalar(1.0), ops);
@@ -105,15 +105,15 @@ impl LayerOps<'_> {
         ops.push(sig, &[Activation::RowFactors.into()]);
     }
 
-    /// Pushes the sum of the residual stream, unless it is replaced, and the rows of `Normed` times their
-    /// factors.
+    /// Pushes the rows of `Normed` times their factors. They replace the residual stream, or with
+    /// `accumulate` are added to it.
     fn add_factored(&self, tokens: u32, accumulate: bool, ops: &mut impl OpSink) {
         let (cols, x) = (self.shape.hidden, self.shape.activation);
         let args = [Activation::Normed.into(), Activation::RowFactors.into(), Activation::Residual.into()];
         ops.push(OpSig::Combine { tokens, active: 1, cols, x, accumulate }, &args);
     }
 
-    /// Pushes what a block reads of the residual stream: its norm, or the stream itself.
+    /// Pushes the input of a block: the norm of the residual stream, or the stream itself.
     pub(super) fn block_input(&self, tokens: u32, weight: Weight, ops: &mut impl OpSink) {
         if self.shape.style.norms != NormPlacement::After {
             return self.norm(tokens, Activation::Residual, weight, ops);
@@ -123,7 +123,7 @@ impl LayerOps<'_> {
         ops.push(OpSig::Embed { tokens, vocab: tokens, hidden, table: DType::F32, out }, &args);
     }
 
-    /// Pushes the norm of what a block made, and its sum with the residual stream.
+    /// Pushes the norm of a block's output, and its sum with the residual stream.
     pub(super) fn post_norm(&self, tokens: u32, weight: Weight, ops: &mut impl OpSink) {
         self.norm_of(tokens, Activation::Branch, self.constants.eps, weight, ops);
         self.add_factored(tokens, true, ops);
