@@ -64,12 +64,13 @@ fn list_families(as_json: bool) -> Result<()> {
         writeln!(out, "{:#}", json!({"schema": "mixfleet.families/1", "families": all}))?;
         return Ok(());
     }
+    let width = FAMILIES.iter().map(|family| family.models.chars().count()).max().unwrap_or(0) + 2;
     for family in FAMILIES {
         let state = match family.missing {
             [] => "served".to_owned(),
             missing => format!("missing: {}", missing.join("; ")),
         };
-        writeln!(out, "{:<18}{:<44}{state}", family.model_type, family.models)?;
+        writeln!(out, "{:<18}{:<width$}{state}", family.model_type, family.models)?;
     }
     Ok(())
 }

@@ -98,8 +98,9 @@ fn part_of(loaded: &Loaded) -> Option<&'static Part> {
 /// Logs the source of each prediction, in one line.
 fn say(loaded: &Loaded, cost: &CostModel, source: &CostModelSource) {
     let (device, kv_tokens, chunk) = (loaded.id(), loaded.kv_capacity_tokens(), loaded.step_tokens_max());
-    let decode_step_s = cost.decode_step_s(1, 1).0;
-    let prefill_tokens_per_s = f64::from(chunk) / cost.prefill_s(0, chunk).0.max(1e-12);
+    let rounded = |value: f64| (value * 1e6).round() / 1e6;
+    let decode_step_s = rounded(cost.decode_step_s(1, 1).0);
+    let prefill_tokens_per_s = (f64::from(chunk) / cost.prefill_s(0, chunk).0.max(1e-12)).round();
     let predicted_from = match source {
         CostModelSource::Group => "the catalog's kernel times of its parts".to_owned(),
         CostModelSource::Profile => "a measured profile".to_owned(),
