@@ -121,7 +121,7 @@ fn golden_answers_begin_with_kv_that_another_process_computed_and_damage_is_noti
     let message = said["error"]["message"].as_str().unwrap_or_default();
     assert_eq!((status, &said["error"]["code"], refused(&second)), (400, &json!("kv_refused"), 1), "{said}");
     assert!(
-        message.contains("block 2") && message.contains("checksum") && message.contains("2 before"),
+        message.contains("block 2") && message.contains("checksum") && message.contains("2 earlier"),
         "{said}"
     );
     assert_eq!(ask(&second, &prompt, "b"), (expected.to_owned(), 2 * BLOCK as u64));
