@@ -416,7 +416,7 @@ mod tests {
         std::fs::remove_file(path).unwrap();
         // a file that is no socket stays
         std::fs::write(path, "text").unwrap();
-        assert!(bind().err().unwrap().to_string().contains("is no socket"));
+        assert!(bind().err().unwrap().to_string().contains("is not a socket"));
         assert_eq!(std::fs::read(path).unwrap(), b"text");
         std::fs::remove_file(path).unwrap();
     }
