@@ -69,7 +69,7 @@ fn the_log_says_which_way_members_exchange_and_why_not_the_other_one() {
         (
             "tp:cuda:0,cuda:1",
             "lost",
-            vec![("what cuda:0 copied to cuda:1 did not arrive", "cuda:0,cuda:1", "through host memory")],
+            vec![("the copy from cuda:0 to cuda:1 did not arrive", "cuda:0,cuda:1", "through host memory")],
         ),
         (
             "pp:(tp:cuda:0,cuda:1),cuda:2",
