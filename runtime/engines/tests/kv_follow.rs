@@ -154,7 +154,7 @@ fn an_engine_that_was_started_anew_has_what_it_says_now() {
             publisher.lose(&batch(block, block, true));
         }
         known.reaches(&mut feed, &[10, 11, 12, 13, 14]).await;
-        assert!(known.causes.iter().any(|cause| cause.contains("anew")), "{:?}", known.causes);
+        assert!(known.causes.iter().any(|cause| cause.contains("restarted")), "{:?}", known.causes);
         // and less
         publisher.start_anew();
         publisher.lose(&batch(20, 20, true));
