@@ -15,8 +15,9 @@ pub(super) const BLOCK_TOKENS: u32 = 8;
 /// rounds up.
 fn key(sig: OpSig) -> OpSig {
     match sig {
-        OpSig::RmsNorm { rows, cols, x, weight, out, .. } => {
-            OpSig::RmsNorm { rows, cols, eps: Scalar(0.0), x, weight, out }
+        // norms that a family stores less one, or without a factor, are kept in f32: one row of weights
+        OpSig::RmsNorm { rows, cols, x, out, .. } => {
+            OpSig::RmsNorm { rows, cols, eps: Scalar(0.0), x, weight: DType::F32, out }
         }
         OpSig::AttnDecode { sequences, heads, x, kv, .. } => {
             let (kv_tokens, pages_max) = (0, 0);
