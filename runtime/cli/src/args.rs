@@ -45,7 +45,7 @@ pub(crate) struct TopoArgs {
 
 #[derive(Clone, Debug, PartialEq, Args)]
 pub(crate) struct ModelArgs {
-    /// Directory, GGUF file, Hub name or random:NAME [default: small, random]
+    /// Directory, GGUF file, Hub name or random:NAME [default: built in]
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
     /// Draw weights at random for a --model DIR that has none; its answers mean nothing

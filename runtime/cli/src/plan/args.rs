@@ -20,7 +20,7 @@ pub(crate) struct PlanArgs {
     /// The load as a request trace ('mixfleet trace stats' reads it)
     #[arg(long, value_name = "FILE,..", value_delimiter = ',', conflicts_with = "rate")]
     pub(super) trace: Vec<PathBuf>,
-    /// Load by the hour; the costliest hour counts (docs/reference/plan.md)
+    /// Load by the hour; the costliest counts (docs/reference/plan.md)
     #[arg(long, value_name = "CSV,..", value_delimiter = ',', conflicts_with_all = ["rate", "trace"])]
     pub(super) workload: Vec<PathBuf>,
     /// The load as requests per second of one size
@@ -45,10 +45,10 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "CSV")]
     pub(super) prices: Option<PathBuf>,
     /// Choose also from parts that only marketplaces rent out, if no part is named
-    #[arg(long)]
+    #[arg(long, hide = true)]
     pub(super) marketplaces: bool,
     /// Choose also from parts whose built-in price is a paper's estimate, if no part is named
-    #[arg(long)]
+    #[arg(long, hide = true)]
     pub(super) estimates: bool,
     /// Available devices; columns device_id, count [, region, spot]
     #[arg(long, value_name = "CSV")]
