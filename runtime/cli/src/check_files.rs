@@ -8,7 +8,9 @@ use crate::failure::{Failed, UsageError};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use mixfleet_hal::printable::printable_lines;
-use mixfleet_runtime::model::{ChatMessage, ChatTemplate, GenerationDefaults, ModelConfig, Tokenizer};
+use mixfleet_runtime::model::{
+    ChatMessage, ChatTemplate, Error as ModelError, GenerationDefaults, ModelConfig, Tokenizer,
+};
 use serde_json::{Map, json};
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -81,7 +83,7 @@ pub(crate) fn run(args: &CheckFilesArgs, report: &dyn Fn(&Path, bool) -> Result<
     let defaults = GenerationDefaults::open(path).map(drop);
     begin(path, "tokenizer.json");
     let tokenizer = Tokenizer::open(path).map(drop);
-    try_template(path);
+    try_template(path)?;
     // The later load of these files reports the fault in its own terms.
     let _ = (config, defaults, tokenizer);
     Ok(())
@@ -95,17 +97,24 @@ pub(crate) fn begin(path: &Path, file: &str) {
 }
 
 /// Renders the template of a checkpoint for a few chats.
-pub(crate) fn try_template(path: &Path) {
+///
+/// # Errors
+/// When a rendering exceeds its limits on texts and lists.
+pub(crate) fn try_template(path: &Path) -> Result<()> {
     let file = "chat_template.jinja";
     begin(path, if path.join(file).exists() { file } else { "tokenizer_config.json" });
     // Threads that serve have 2 MiB; what overflows half of that is refused.
     let path = path.to_owned();
     let tried = std::thread::Builder::new().stack_size(STACK_BYTES).spawn(move || render_some(&path));
-    let _ = tried.map(std::thread::JoinHandle::join);
+    match tried.map(std::thread::JoinHandle::join) {
+        Ok(Ok(Some(error))) => Err(Failed(error.to_string()).into()),
+        _ => Ok(()),
+    }
 }
 
-fn render_some(path: &Path) {
-    let Ok(Some(template)) = ChatTemplate::open(path) else { return };
+/// The first error about the limits of a rendering; templates may reject chats otherwise.
+fn render_some(path: &Path) -> Option<ModelError> {
+    let template = ChatTemplate::open(path).ok()??;
     let parameters = json!({"type": "object", "properties": {"city": {"type": "string"}}});
     let function = json!({"name": "weather", "description": "Tells the weather.", "parameters": parameters});
     let tools = Map::from_iter([("tools".to_owned(), json!([{"type": "function", "function": function}]))]);
@@ -114,11 +123,14 @@ fn render_some(path: &Path) {
         let messages: Vec<ChatMessage> = roles.iter().map(message).collect();
         for arguments in [&Map::new(), &tools] {
             for add_generation_prompt in [true, false] {
-                // What a template rejects is no error here.
-                let _ = template.render(&messages, add_generation_prompt, arguments, 0);
+                let rendered = template.render(&messages, add_generation_prompt, arguments, 0);
+                if let Some(error) = rendered.err().filter(ModelError::is_template_limit) {
+                    return Some(error);
+                }
             }
         }
     }
+    None
 }
 
 #[cfg(unix)]

@@ -56,6 +56,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// Whether a template made a text or a list beyond the limits of a rendering.
+    pub fn is_template_limit(&self) -> bool {
+        matches!(self, Error::Template(message) if message.contains(super::jinja::BEYOND))
+    }
+
     pub(super) fn read(file: &Path, cause: std::io::Error) -> Self {
         Error::Read { file: file.to_owned(), cause }
     }

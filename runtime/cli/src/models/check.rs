@@ -122,11 +122,12 @@ fn findings(path: &Path) -> (Vec<Finding>, Value) {
     check_files::begin(path, "tokenizer.json");
     let tokenizer = Tokenizer::open(path);
     findings.push(("tokenizer", tokenizer.map(|t| format!("{} tokens", t.vocab())).map_err(words)));
-    check_files::try_template(path);
+    let tried = check_files::try_template(path);
     let template = ChatTemplate::open(path);
     let template =
         template.map(|t| t.map_or("none: it completes text but does not chat", |_| "there is one"));
-    findings.push(("chat template", template.map(str::to_owned).map_err(words)));
+    let template = template.map(str::to_owned).map_err(words);
+    findings.push(("chat template", tried.map_err(|error| error.to_string()).and(template)));
     check_files::begin(path, "generation_config.json");
     let sampling = GenerationDefaults::open(path);
     findings.push(("sampling", sampling.map(|_| "understood".to_owned()).map_err(words)));

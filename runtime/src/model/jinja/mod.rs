@@ -53,6 +53,9 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
     Ok(environment)
 }
 
+/// Part of every error about a text or list beyond its limit.
+pub(super) const BEYOND: &str = "its result could exceed";
+
 /// Begins a rendering on this thread.
 pub(super) fn begin() {
     WORK_LEFT.set(WORK_MAX);
@@ -72,7 +75,7 @@ fn work(items: usize) -> Result<(), Error> {
 /// Counts the work of a text, and refuses one that is too long.
 fn long_text(what: &str, bytes: usize) -> Result<(), Error> {
     if bytes > TEXT_BYTES_MAX {
-        return Err(wrong(format!("{what}: its result could exceed {TEXT_BYTES_MAX} bytes")));
+        return Err(wrong(format!("{what}: {BEYOND} {TEXT_BYTES_MAX} bytes")));
     }
     work(bytes / 16)
 }
@@ -80,7 +83,7 @@ fn long_text(what: &str, bytes: usize) -> Result<(), Error> {
 /// Counts the work of a list, and refuses one that is too long.
 fn long_list(what: &str, items: usize) -> Result<(), Error> {
     if items > ITEMS_MAX {
-        return Err(wrong(format!("{what}: its result could exceed {ITEMS_MAX} items")));
+        return Err(wrong(format!("{what}: {BEYOND} {ITEMS_MAX} items")));
     }
     work(items)
 }
