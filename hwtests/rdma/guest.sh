@@ -164,7 +164,7 @@ prefill)
     remote 'cat member.log' >member.log
     expect 'members: lent over RDMA' member.log 'a process uses the device'
     remote 'cat refused.log' >refused.log
-    expect 'serve: RDMA is not used unasked' refused.log 'not offered.*rxe0 is there, but'
+    expect 'serve: RDMA is not used unasked' refused.log 'not offered.*rxe0 is available, but'
     switch_off
     exit "$status"
     ;;
