@@ -88,10 +88,12 @@ struct OversizedModel {
 }
 
 pub(crate) fn run(args: &FitArgs) -> Result<()> {
+    // names are checked before a device is measured
+    let subjects = subjects(args)?;
     let device = device(args)?;
     let mut fitting = Vec::new();
     let mut oversized = Vec::new();
-    for forms in subjects(args)? {
+    for forms in subjects {
         let fits: Vec<FittingModel> = forms.iter().filter_map(|form| fit(form, &device, args)).collect();
         if fits.is_empty() {
             let least = forms.iter().min_by(|a, b| a.weight_bytes().total_cmp(&b.weight_bytes()));

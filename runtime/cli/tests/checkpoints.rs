@@ -296,7 +296,7 @@ fn a_second_start_reads_a_kept_digest_and_a_file_that_changed_is_hashed_again() 
     assert_eq!(kept.len(), 1);
     let mode = std::os::unix::fs::PermissionsExt::mode(&fs::metadata(&kept[0]).unwrap().permissions());
     assert_eq!(mode & 0o777, 0o600);
-    // Write access of others rules out sharing.
+    // Write access for other users rules out sharing.
     let open = std::os::unix::fs::PermissionsExt::from_mode(0o622);
     fs::set_permissions(&kept[0], open).unwrap();
     assert!(computes(&log("disk is in use")));

@@ -65,7 +65,7 @@ pub(crate) fn address(at: usize) -> String {
 }
 
 /// How a picker is set up.
-pub(crate) struct Setup {
+pub(crate) struct PickerSetup {
     /// Seconds of any prompt on each endpoint.
     pub(crate) prompt_s: Vec<f64>,
     pub(crate) requests_max: usize,
@@ -73,9 +73,9 @@ pub(crate) struct Setup {
     pub(crate) objectives: &'static str,
 }
 
-impl Setup {
+impl PickerSetup {
     pub(crate) fn of(prompt_s: &[f64]) -> Self {
-        Setup { prompt_s: prompt_s.to_vec(), requests_max: 64, ttft_slo_s: None, objectives: "{}" }
+        PickerSetup { prompt_s: prompt_s.to_vec(), requests_max: 64, ttft_slo_s: None, objectives: "{}" }
     }
 }
 
@@ -104,14 +104,14 @@ impl World {
     }
 
     /// With a pool of these endpoints.
-    pub(crate) async fn new(setup: Setup) -> World {
+    pub(crate) async fn new(setup: PickerSetup) -> World {
         let world = World::empty().await;
         world.take(setup).await;
         world
     }
 
-    pub(crate) async fn take(&self, setup: Setup) {
-        let Setup { prompt_s, requests_max, ttft_slo_s, objectives } = setup;
+    pub(crate) async fn take(&self, setup: PickerSetup) {
+        let PickerSetup { prompt_s, requests_max, ttft_slo_s, objectives } = setup;
         let entry = |at: usize| format!("{{name: e{at}, address: 10.0.0.{}, port: '8000'}}", at + 1);
         let entries: Vec<String> = (0..prompt_s.len()).map(entry).collect();
         let text = format!("endpoints: [{}]\nobjectives: {objectives}\n", entries.join(", "));

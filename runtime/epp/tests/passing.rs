@@ -61,7 +61,7 @@ proptest! {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let kind = if is_stream { "text/event-stream; charset=utf-8" } else { "application/json" };
         let both = runtime.block_on(async {
-            let world = World::new(Setup::of(&[0.1])).await;
+            let world = World::new(PickerSetup::of(&[0.1])).await;
             passed(&world, &cut(&request, &cuts), &cut(&answer, &more), kind).await
         });
         prop_assert_eq!(both, (request, answer));
@@ -70,7 +70,7 @@ proptest! {
 
 #[tokio::test]
 async fn a_complete_answer_is_counted_with_its_lengths() {
-    let world = World::new(Setup::of(&[0.1])).await;
+    let world = World::new(PickerSetup::of(&[0.1])).await;
     let (request, answer) =
         passed(&world, &[BODY.as_bytes()], &[ANSWER.as_bytes()], "text/event-stream").await;
     assert_eq!((request.as_slice(), answer.as_slice()), (BODY.as_bytes(), ANSWER.as_bytes()));
@@ -86,7 +86,7 @@ async fn a_complete_answer_is_counted_with_its_lengths() {
 
 #[tokio::test]
 async fn an_answer_cut_short_or_a_fault_counts_as_failed() {
-    let world = World::new(Setup::of(&[0.1])).await;
+    let world = World::new(PickerSetup::of(&[0.1])).await;
     let half = &ANSWER.as_bytes()[..80];
     passed(&world, &[BODY.as_bytes()], &[half], "text/event-stream").await;
     assert!(world.counts("mixfleet_requests_total{endpoint=\"completions\",outcome=\"failed\"} 1"));
@@ -101,7 +101,7 @@ async fn an_answer_cut_short_or_a_fault_counts_as_failed() {
 
 #[tokio::test]
 async fn first_tokens_that_pass_correct_predictions() {
-    let world = World::new(Setup::of(&[0.000_1])).await;
+    let world = World::new(PickerSetup::of(&[0.000_1])).await;
     let corrected = |world: &World| {
         let metrics = world.metrics.encode();
         let line = metrics.lines().find(|line| {

@@ -24,7 +24,7 @@ fn status(refusal: &envoy_types::pb::envoy::service::ext_proc::v3::ImmediateResp
 
 #[tokio::test]
 async fn header_and_metadata_name_the_placement_and_its_runners_up() {
-    let world = World::new(Setup::of(&[0.3, 0.1, 0.2, 0.4])).await;
+    let world = World::new(PickerSetup::of(&[0.3, 0.1, 0.2, 0.4])).await;
     let mut passing = world.proxy().await.begin().await;
     passing.send(Request::RequestHeaders(message_headers(&HEADERS, false)), None);
     passing.send(Request::RequestBody(piece(BODY.as_bytes(), true)), None);
@@ -45,7 +45,7 @@ async fn header_and_metadata_name_the_placement_and_its_runners_up() {
 
 #[tokio::test]
 async fn only_offered_endpoints_are_picked() {
-    let world = World::new(Setup::of(&[0.3, 0.1, 0.2])).await;
+    let world = World::new(PickerSetup::of(&[0.3, 0.1, 0.2])).await;
     let mut proxy = world.proxy().await;
     let offered = [address(0), address(2)];
     let hint = subset(&[&offered[0], &offered[1], "10.9.9.9:1"]);
@@ -91,7 +91,7 @@ async fn nothing_ready_is_503_and_readiness_follows_the_pool() {
     }
     let (before, mut states) = health(world.health, PROCESSOR).await;
     assert_ne!(before, ServingStatus::Serving);
-    world.take(Setup::of(&[0.1])).await;
+    world.take(PickerSetup::of(&[0.1])).await;
     while states.message().await.unwrap().unwrap().status() != ServingStatus::Serving {}
     let (_passing, answer) = world.proxy().await.asked(&HEADERS, None).await;
     assert_eq!(destinations(&answer), address(0));
@@ -99,7 +99,7 @@ async fn nothing_ready_is_503_and_readiness_follows_the_pool() {
 
 #[tokio::test]
 async fn refused_admission_is_429_with_a_time_to_retry() {
-    let world = World::new(Setup { requests_max: 1, ..Setup::of(&[0.1]) }).await;
+    let world = World::new(PickerSetup { requests_max: 1, ..PickerSetup::of(&[0.1]) }).await;
     let mut proxy = world.proxy().await;
     let (first, answer) = proxy.asked(&HEADERS, None).await;
     assert_eq!(destinations(&answer), address(0));
@@ -116,14 +116,14 @@ async fn refused_admission_is_429_with_a_time_to_retry() {
             break;
         }
     }
-    let world = World::new(Setup { ttft_slo_s: Some(0.05), ..Setup::of(&[0.1]) }).await;
+    let world = World::new(PickerSetup { ttft_slo_s: Some(0.05), ..PickerSetup::of(&[0.1]) }).await;
     let (_passing, answer) = world.proxy().await.asked(&HEADERS, None).await;
     assert_eq!(status(&refusal(answer)), 429);
 }
 
 #[tokio::test]
 async fn a_negative_priority_is_refused_before_others_wait() {
-    let setup = Setup { objectives: "{batch: -1, chat: 5}", ..Setup::of(&[5.0]) };
+    let setup = PickerSetup { objectives: "{batch: -1, chat: 5}", ..PickerSetup::of(&[5.0]) };
     let world = World::new(setup).await;
     let mut proxy = world.proxy().await;
     let with = |name: &'static str, objective| [&HEADERS[..], &[(name, objective)]].concat();
@@ -143,7 +143,7 @@ async fn a_negative_priority_is_refused_before_others_wait() {
 
 #[tokio::test]
 async fn who_really_served_is_counted_and_explained() {
-    let world = World::new(Setup::of(&[0.1, 10.0])).await;
+    let world = World::new(PickerSetup::of(&[0.1, 10.0])).await;
     let mut proxy = world.proxy().await;
     let answered = [(":status", "200"), ("content-type", "text/event-stream")];
     for (served_by, choice) in [(0, "first"), (1, "fallback")] {
@@ -162,7 +162,7 @@ async fn who_really_served_is_counted_and_explained() {
 
 #[tokio::test]
 async fn a_request_without_a_body_or_with_trailers_is_placed() {
-    let world = World::new(Setup::of(&[0.1])).await;
+    let world = World::new(PickerSetup::of(&[0.1])).await;
     let mut proxy = world.proxy().await;
     let mut models = proxy.begin().await;
     let headers = [(":method", "GET"), (":path", "/v1/models?x=1")];
@@ -179,7 +179,7 @@ async fn a_request_without_a_body_or_with_trailers_is_placed() {
 
 #[tokio::test]
 async fn a_filter_that_sends_bodies_otherwise_is_told_what_to_set() {
-    let world = World::new(Setup::of(&[0.1])).await;
+    let world = World::new(PickerSetup::of(&[0.1])).await;
     let mut passing = world.proxy().await.begin().await;
     passing.send_whole(ProcessingRequest {
         request: Some(Request::RequestHeaders(message_headers(&HEADERS, false))),

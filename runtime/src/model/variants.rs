@@ -12,20 +12,23 @@ pub fn plain_variants() -> Vec<(&'static str, RandomCheckpoint)> {
     all.filter(|(_, random)| !random.config.contains_key("kv_lora_rank")).collect()
 }
 
+/// The fields that all small checkpoints have.
+fn tiny_config(model_type: &str, architecture: &str, layers: u32) -> Value {
+    json!({
+        "model_type": model_type, "architectures": [architecture], "hidden_act": "silu",
+        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": layers,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": builtin::VOCAB,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+        "bos_token_id": builtin::BOS, "eos_token_id": builtin::EOS,
+    })
+}
+
 /// Small checkpoints (10 to 40 thousand parameters) of every variant that devices divide like Llama.
 ///
 /// Each has its name; [`styled_variants`] has the other variants.
 #[expect(clippy::too_many_lines, reason = "one list of small checkpoints")]
 pub fn tiny_variants() -> Vec<(&'static str, RandomCheckpoint)> {
-    let common = |model_type: &str, architecture: &str| {
-        json!({
-            "model_type": model_type, "architectures": [architecture], "hidden_act": "silu",
-            "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
-            "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": builtin::VOCAB,
-            "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-            "bos_token_id": builtin::BOS, "eos_token_id": builtin::EOS,
-        })
-    };
+    let common = |model_type: &str, architecture: &str| tiny_config(model_type, architecture, 3);
     let with = |mut config: Value, more: Value| {
         if let (Value::Object(config), Value::Object(more)) = (&mut config, more) {
             config.extend(more);
@@ -153,15 +156,7 @@ pub fn tiny_variants() -> Vec<(&'static str, RandomCheckpoint)> {
 /// the layers of all of them.
 #[expect(clippy::too_many_lines, reason = "one list of small checkpoints")]
 pub fn styled_variants() -> Vec<(&'static str, RandomCheckpoint)> {
-    let common = |model_type: &str, architecture: &str| {
-        json!({
-            "model_type": model_type, "architectures": [architecture], "hidden_act": "silu",
-            "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4,
-            "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": builtin::VOCAB,
-            "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-            "bos_token_id": builtin::BOS, "eos_token_id": builtin::EOS,
-        })
-    };
+    let common = |model_type: &str, architecture: &str| tiny_config(model_type, architecture, 4);
     let long = json!({"type": "longrope", "long_factor": [4.0, 5.0, 6.0], "short_factor": [1.0, 1.1, 1.3]});
     let yarn = json!({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64});
     let scaled = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128,
