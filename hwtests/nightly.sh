@@ -48,8 +48,7 @@ part restarts hwtests/engines.sh soak --minutes 30
 # 3 is a skip with its reason, which the log has
 part mooncake bash -c 'hwtests/mooncake.sh || [ $? = 3 ]'
 part readme hwtests/readme.sh --install
-part package hwtests/package.sh deb
-part static bash -c 'hwtests/package.sh static || [ $? = 3 ]'
+part package hwtests/package.sh all
 part aarch64 bash -c 'hwtests/aarch64.sh || [ $? = 3 ]'
 part matrices bash -c 'hwtests/matrices.sh || [ $? = 3 ]'
 part vllm bash -c 'hwtests/engines.sh vllm || [ $? = 3 ]'
