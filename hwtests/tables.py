@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the tables of docs/results/{scheduling,split,capacity,replication,memory}.md anew with a simulator, and says
-what changed.
+"""Makes the tables of docs/results/{scheduling,split,capacity}.md anew with a simulator, and says what changed.
 
     hwtests/tables.py [--check] [NAME...]     all tables, or those whose names begin with one of NAME
 
@@ -28,9 +27,10 @@ PROGRAM = os.environ.get("MIXFLEET", str(ROOT / "target/release/mixfleet"))
 TRACES = pathlib.Path(os.environ.get("TRACES", ROOT / "../shared/data/traces"))
 CONVERSATION = TRACES / "mooncake-conversation.jsonl.zst"
 AZURE = TRACES / "AzureLLMInferenceTrace_conv_2023.csv.zst"
-AGENTIC = TRACES / "agentic-claude-code.jsonl.zst"
 MEASURED = TRACES.parent / "measured"
 BF16 = ["--engine", "vllm", "--dtype", "bf16"]
+# topics that stand on a page with another name
+MOVED = {"memory": "scheduling", "replication": "scheduling"}
 POLICIES = ["random", "least-loaded", "cache-aware", "kvcache-centric", "per-dollar"]
 SEEDS = [1, 2, 3]
 
@@ -363,7 +363,7 @@ def memory(name, trace, speeds, weights, limit):
     return table(heads, rows)
 
 
-WEIGHTS = [0, 2, 8]
+WEIGHTS = [0, 2]
 
 TABLES = {
     "scheduling-policies": policies,
@@ -374,7 +374,6 @@ TABLES = {
     "capacity-70b": capacity_70b,
     "capacity-sources": capacity_sources,
     "replication-conversation": lambda: replication(CONVERSATION, [10]),
-    "replication-agentic": lambda: replication(AGENTIC, [10]),
     "memory-auto-azure": lambda: memory("memory-auto.toml", AZURE, [7], WEIGHTS, 3000),
     "memory-auto-conversation": lambda: memory("memory-auto.toml", CONVERSATION, [0.4], WEIGHTS, 1500),
     "memory-split-azure": lambda: memory("memory-split.toml", AZURE, [5], WEIGHTS, 3000),
@@ -399,7 +398,8 @@ def main(words):
     for name, make in TABLES.items():
         if wanted and not any(name.startswith(word) for word in wanted):
             continue
-        page = PAGES / f"{name.split('-')[0]}.md"
+        topic = name.split("-")[0]
+        page = PAGES / f"{MOVED.get(topic, topic)}.md"
         begin, end = f"<!-- table {name} -->\n", "<!-- end -->"
         if begin not in page.read_text():
             print(f"tables: {page} has no table {name}", file=sys.stderr)

@@ -4,7 +4,7 @@
 //! in turn a decode step, the landing of some tokens, and both: pieces are copied out of staging slots,
 //! hashed, written to the device and scattered into pages, as by a worker between two steps. Times are of the
 //! shortest tenth, and the profile's are the shortest of four, since other work of the machine only adds
-//! time. The cost model has the profile and none of these times. docs/results/landing.md has the results.
+//! time. The cost model has the profile and none of these times. docs/results/overlap.md has the results.
 #![allow(clippy::print_stdout)]
 
 use mixfleet_cpu::CpuBackend;
