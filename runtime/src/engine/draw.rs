@@ -105,7 +105,8 @@ impl Worker {
         let Some(active) = self.active.get(&s.request) else { return Ok((0, None)) };
         let wanted = &active.wanted;
         let ids = self.ids(s.request);
-        if let Some(&forced) = wanted.forced_ids.get(ids.len() - wanted.prompt_ids.len()) {
+        let index = (s.start + s.tokens) as usize - wanted.prompt_ids.len();
+        if let Some(&forced) = wanted.forced_ids.get(index) {
             let logprobs = sampling::logprobs_of(logits, forced, wanted.logprobs.unwrap_or(0));
             return logprobs.map(|logprobs| (forced, Some(logprobs))).map_err(|error| error.to_string());
         }
@@ -133,13 +134,13 @@ fn checked(drawn: Drawn, vocabulary: u32) -> Result<std::result::Result<u32, Sam
     })
 }
 
-/// How the next token of a request is drawn, whose text is `ids`. That of a cancelled request is drawn
-/// anyhow, and discarded.
-pub(super) fn draw_input<'a>(active: Option<&'a Active>, ids: &[u32]) -> DrawInput<'a> {
+/// How a request's token at this position is drawn. That of a cancelled request is drawn anyhow, and
+/// discarded.
+pub(super) fn draw_input(active: Option<&Active>, position: u32) -> DrawInput<'_> {
     let Some(active) = active else { return DrawInput::GREEDY };
-    let wanted = &active.wanted;
+    let (wanted, position) = (&active.wanted, position as usize);
     // while tokens are forced, the one entry of the history decides
-    let index = ids.len().checked_sub(wanted.given_tokens());
+    let index = position.checked_sub(wanted.given_tokens());
     let logprobs = wanted.logprobs.is_some();
     let parameters = match index {
         Some(index) => wanted.sampling.parameters(index as u64, logprobs),
@@ -147,7 +148,9 @@ pub(super) fn draw_input<'a>(active: Option<&'a Active>, ids: &[u32]) -> DrawInp
     };
     DrawInput {
         parameters,
-        history: active.shaping.as_ref().map_or(&[], Shaping::entries),
+        history: active.shaping.as_ref().map_or(&[], |shaping| {
+            shaping.entries(position.saturating_sub(wanted.prompt_ids.len()))
+        }),
         tops: wanted.logprobs.unwrap_or(0),
     }
 }

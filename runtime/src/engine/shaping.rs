@@ -7,7 +7,6 @@ use super::compiled::BegunGrammar;
 use crate::grammar::{Grammar, GrammarRun};
 use crate::request::{AnswerMinimum, GenerateRequest};
 use crate::sampling::Penalties;
-use std::sync::Arc;
 
 /// Subtracted from the logit of a forbidden token, so that it weighs nothing. It is finite, since shaders
 /// need not know infinity.
@@ -20,8 +19,8 @@ const FORCED_GAIN: f32 = 3e38;
 pub(super) struct Shaping {
     penalties: Option<Penalties>,
     grammar: Option<GrammarRun>,
-    /// The first tokens of the output.
-    forced: Arc<[u32]>,
+    /// The first tokens of the output, each with the bits of the f32 that its logit loses.
+    forced: Vec<[u32; 2]>,
     minimum: Option<AnswerMinimum>,
     /// The tokens that must not come next, in order.
     forbidden: Vec<u32>,
@@ -40,7 +39,8 @@ impl Shaping {
         let begun = begun.filter(|begun| begun.is_ok() || !optional);
         let given = [&wanted.prompt_ids[..], &wanted.forced_ids].concat();
         let penalties = Penalties::new(&wanted.sampling, &given);
-        let (forced, minimum) = (wanted.forced_ids.clone(), wanted.minimum.clone());
+        let forced: Vec<_> = wanted.forced_ids.iter().map(|&id| [id, (-FORCED_GAIN).to_bits()]).collect();
+        let minimum = wanted.minimum.clone();
         if penalties.is_none() && begun.is_none() && forced.is_empty() && minimum.is_none() {
             return None;
         }
@@ -54,11 +54,7 @@ impl Shaping {
 
     /// Follows the tokens of `output`, all behind the prompt so far, that are new since the last time.
     pub(super) fn follow(&mut self, output: &[u32]) {
-        if let Some(next) = self.forced.get(output.len()) {
-            self.entries = Some(vec![[*next, (-FORCED_GAIN).to_bits()]]);
-            return;
-        }
-        let output = &output[self.forced.len()..];
+        let Some(output) = output.get(self.forced.len()..) else { return };
         if let Some(penalties) = &mut self.penalties {
             penalties.follow(output);
         }
@@ -91,8 +87,11 @@ impl Shaping {
     }
 
     /// Each token whose logit changes, once, with the bits of the f32 that it loses after the repetition
-    /// penalty.
-    pub(super) fn entries(&self) -> &[[u32; 2]] {
+    /// penalty, where token number `index` of the output is drawn.
+    pub(super) fn entries(&self, index: usize) -> &[[u32; 2]] {
+        if let Some(forced) = self.forced.get(index..index + 1) {
+            return forced;
+        }
         match &self.entries {
             Some(entries) => entries,
             None => self.penalties.as_ref().map_or(&[], Penalties::entries),
@@ -119,6 +118,7 @@ mod tests {
     use crate::request::{Hints, Sampling};
     use mixfleet_scheduler::fleet::PartyId;
     use std::collections::BTreeMap;
+    use std::sync::Arc;
 
     #[test]
     fn what_is_forbidden_weighs_nothing_and_other_penalties_stay() {
@@ -147,15 +147,15 @@ mod tests {
         let mut shaping = Shaping::new(&wanted, Some(begun)).unwrap();
         shaping.follow(&[]);
         let losses: BTreeMap<u32, f32> =
-            shaping.entries().iter().map(|[id, loss]| (*id, f32::from_bits(*loss))).collect();
-        assert_eq!(losses.len(), shaping.entries().len(), "a token is named once");
+            shaping.entries(0).iter().map(|[id, loss]| (*id, f32::from_bits(*loss))).collect();
+        assert_eq!(losses.len(), shaping.entries(0).len(), "a token is named once");
         assert_eq!((losses.get(&yes), losses.get(&no)), (None, Some(&-2.0)));
         // logits are far below this
         assert!((0..vocab).filter(|id| ![yes, no].contains(id)).all(|id| losses[&id] > 1e30));
         assert!(!shaping.forbidden().contains(&yes) && shaping.forbidden().contains(&other));
         shaping.follow(&[yes]);
         assert_eq!(
-            (shaping.failed(), shaping.entries().len() as u32),
+            (shaping.failed(), shaping.entries(1).len() as u32),
             (None, vocab - 1),
             "only the end is left"
         );
@@ -176,16 +176,16 @@ mod tests {
         let mut shaping = Shaping::new(&wanted, None).unwrap();
         for (output, forced) in [(&[][..], 7), (&[7], 8)] {
             shaping.follow(output);
-            let [[id, loss]] = shaping.entries() else { panic!("{:?}", shaping.entries()) };
+            let [[id, loss]] = shaping.entries(output.len()) else { panic!("{output:?}") };
             assert!(*id == forced && f32::from_bits(*loss) < -1e30, "{output:?}");
         }
         for output in [&[7, 8][..], &[7, 8, 4]] {
             shaping.follow(output);
             assert_eq!(shaping.forbidden(), [3, 5], "{output:?}");
-            let masked = shaping.entries().iter().filter(|[_, loss]| f32::from_bits(*loss) > 1e30);
+            let masked = shaping.entries(output.len()).iter().filter(|[_, loss]| f32::from_bits(*loss) > 1e30);
             assert_eq!(masked.map(|[id, _]| *id).collect::<Vec<_>>(), [3, 5]);
         }
         shaping.follow(&[7, 8, 4, 4]);
-        assert_eq!((shaping.forbidden(), shaping.entries()), (&[][..], &[[4, 1.0f32.to_bits()]][..]));
+        assert_eq!((shaping.forbidden(), shaping.entries(4)), (&[][..], &[[4, 1.0f32.to_bits()]][..]));
     }
 }

@@ -445,9 +445,9 @@ fn input_of<'a>(
     let (block_tokens, block_pages) = block;
     let end = start + tokens;
     let pages = &machine.pages(request)[..(end.div_ceil(block_tokens) * block_pages) as usize];
-    let ids = machine.text(request).map_or(&[][..], TokenIds::ids);
-    let draw = sample.then(|| draw_input(active.get(&request), ids));
-    StepInput { start, tokens: &ids[start as usize..end as usize], pages, draw }
+    let tokens = machine.text(request).map_or(&[][..], |text| text.at(start..end));
+    let draw = sample.then(|| draw_input(active.get(&request), end));
+    StepInput { start, tokens, pages, draw }
 }
 
 /// What predictions know of a step, which takes no time yet.

@@ -171,7 +171,8 @@ pub enum Action<B> {
 /// One forward pass over several sequences.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Step {
-    /// Sequences with one new token first, then those with several.
+    /// Sequences with one new token first, then those with several. Rows of a sequence whose tokens are
+    /// known are several parts with one token, in order.
     pub sequences: Vec<StepSequence>,
 }
 

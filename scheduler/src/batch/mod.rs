@@ -21,6 +21,7 @@
 //! this true.
 
 mod admit;
+mod ahead;
 mod blocks;
 mod event;
 mod give_back;
@@ -403,7 +404,8 @@ impl<T: Text> Instance<T> {
         let mut in_step = std::mem::take(&mut self.in_step);
         for StepSequence { request, tokens, start, .. } in in_step.drain(..) {
             let drawn = sampled.next_if(|s| s.request == request);
-            let sequence = self.sequences.get_mut(request).expect("a running request is known");
+            // gone with an earlier row of this step
+            let Some(sequence) = self.sequences.get_mut(request) else { continue };
             sequence.computed += tokens;
             let decodes = tokens == 1 && start + 1 == sequence.length;
             self.parties.count(sequence.urgency.party, tokens, decodes);
@@ -485,13 +487,14 @@ impl<T: Text> Instance<T> {
         let sequences = Vec::with_capacity(self.places.of(Phase::Running).len());
         let (mut step, mut prompts) = (Step { sequences }, Vec::new());
         // decoding requests that need a block first, in their order
-        let mut short = Vec::new();
+        let (mut short, mut ahead) = (Vec::new(), false);
         for place in self.places.of(Phase::Running) {
             let sequence = self.sequence(place.request);
             match sequence.pending() {
                 0 => {}
                 1 => {
                     step.sequences.push(sequence.part(1));
+                    ahead |= sequence.text.known_ahead() > 0;
                     if !sequence.has_blocks(&self.limits) {
                         short.push(place.request);
                     }
@@ -522,9 +525,17 @@ impl<T: Text> Instance<T> {
                 step.sequences.retain(|part| self.decodes(part.request));
             }
         }
-        if prompts.is_empty() {
-            return step;
+        if ahead {
+            self.run_ahead(&mut step.sequences, evicted);
         }
+        if !prompts.is_empty() {
+            self.add_prompts(&mut step, prompts, share);
+        }
+        step
+    }
+
+    /// Adds pieces of `prompts` beside a step's decodes.
+    fn add_prompts(&self, step: &mut Step, prompts: Vec<RequestId>, share: Option<StepShare>) {
         let mut decodes = Decodes::default();
         step.sequences.iter().for_each(|part| decodes.add(self.sequence(part.request)));
         let mut rows = self.prompt_rows(decodes, share);
@@ -544,7 +555,6 @@ impl<T: Text> Instance<T> {
                 step.sequences.push(sequence.part(new_tokens));
             }
         }
-        step
     }
 
     /// Whether it still runs (an earlier request may have preempted it) and decodes.

@@ -4,6 +4,7 @@ use crate::kv::hash::Chain;
 use crate::kv::{BlockHash, PrefixHasher};
 use mixfleet_hal::cast::to_u32;
 use std::fmt::Debug;
+use std::sync::Arc;
 
 /// The tokens of a sequence. The worker has [`TokenIds`]; a simulation only has hash chains.
 pub trait Text: Debug {
@@ -12,6 +13,12 @@ pub trait Text: Debug {
 
     /// Number of tokens when the sequence is added.
     fn length(&self) -> u32;
+
+    /// Number of further rows that could run beside its last token's: those whose tokens, and the tokens to be
+    /// drawn from them, are known.
+    fn known_ahead(&self) -> u32 {
+        0
+    }
 
     /// The key of a full block, by index. It is requested for computed blocks and for blocks of the prompt.
     fn hash(&mut self, block: u32) -> BlockHash;
@@ -28,6 +35,8 @@ pub trait Text: Debug {
 #[derive(Clone, Debug)]
 pub struct TokenIds {
     ids: Vec<u32>,
+    /// Tokens that will be drawn whatever their logits, and the position of the first one.
+    forced: (usize, Arc<[u32]>),
     /// Keys of the full blocks requested so far.
     chain: Chain,
 }
@@ -35,7 +44,20 @@ pub struct TokenIds {
 impl TokenIds {
     /// Takes `ids` in blocks of `block_tokens`, hashed in their tenant's namespace.
     pub fn new(ids: Vec<u32>, hasher: PrefixHasher, block_tokens: u32) -> Self {
-        TokenIds { ids, chain: hasher.start(block_tokens) }
+        TokenIds { ids, forced: Default::default(), chain: hasher.start(block_tokens) }
+    }
+
+    /// The same, where the tokens drawn at position `first` and later are these.
+    #[must_use]
+    pub fn with_forced(self, first: usize, forced: Arc<[u32]>) -> Self {
+        TokenIds { forced: (first, forced), ..self }
+    }
+
+    /// Tokens by position: of those here, or of those forced behind them.
+    pub fn at(&self, positions: std::ops::Range<u32>) -> &[u32] {
+        let (start, end) = (positions.start as usize, positions.end as usize);
+        let (first, forced) = &self.forced;
+        if end <= self.ids.len() { &self.ids[start..end] } else { &forced[start - first..end - first] }
     }
 
     /// All tokens.
@@ -60,6 +82,12 @@ impl Text for TokenIds {
 
     fn length(&self) -> u32 {
         to_u32(self.ids.len())
+    }
+
+    fn known_ahead(&self) -> u32 {
+        let (first, forced) = &self.forced;
+        // from the row of the last forced token a free one is drawn
+        to_u32((first + forced.len()).saturating_sub(self.ids.len() + 1))
     }
 
     fn hash(&mut self, block: u32) -> BlockHash {
