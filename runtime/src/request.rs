@@ -55,6 +55,9 @@ pub struct GenerateRequest {
     /// What the answer must not do before it is long enough, if anything.
     #[serde(default)]
     pub minimum: Option<AnswerMinimum>,
+    /// Which tokens the answer may have, if not all.
+    #[serde(default)]
+    pub vocabulary: Option<AnswerVocabulary>,
     /// How tokens are drawn.
     pub sampling: Sampling,
     /// Whether to report log-probabilities, and of how many best tokens besides the chosen one.
@@ -84,6 +87,7 @@ impl GenerateRequest {
             max_tokens,
             eos_ids: Arc::new([]),
             minimum: None,
+            vocabulary: None,
             sampling: Sampling { temperature: 0.0, ..Sampling::default() },
             logprobs: None,
             grammar: None,
@@ -101,6 +105,15 @@ pub struct AnswerMinimum {
     pub tokens: u32,
     /// The end tokens, in order.
     pub masked_ids: Arc<[u32]>,
+}
+
+/// The tokens that an answer may have.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AnswerVocabulary {
+    /// The only tokens that are drawn, in order and once each; empty for all.
+    pub allowed_ids: Arc<[u32]>,
+    /// Sequences of tokens that the answer does not contain; none is empty.
+    pub bad_words: Vec<Arc<[u32]>>,
 }
 
 /// What a request says of itself: how soon its answer is wanted, and how long that will be.

@@ -51,6 +51,8 @@ pub(crate) struct Delta {
     pub(crate) calls: Vec<CallPiece>,
     /// Log-probabilities of the tokens in this update, if the request asked for them.
     pub(crate) logprobs: Vec<TokenLogprobs>,
+    /// Ids of the tokens in this update, if they are returned.
+    pub(crate) ids: Vec<u32>,
     /// Log-probabilities of the prompt, if they are returned separately; set once.
     pub(crate) prompt: Option<Vec<TokenLogprobs>>,
     /// Set once, on the last delta.
@@ -69,6 +71,8 @@ pub(crate) struct ChoiceSetup {
     pub(crate) logprobs: Option<u32>,
     /// Reads the prompt, if the answer reports anything about the prompt.
     pub(crate) prompt: Option<PromptReader>,
+    /// Whether the ids of tokens are returned.
+    pub(crate) returns_ids: bool,
     /// Whether the answer has no generated tokens.
     pub(crate) is_empty: bool,
 }
@@ -121,7 +125,7 @@ impl Choice {
         if finish == Some(FinishReason::Stop) && tools.calls() > 0 {
             finish = Some(FinishReason::ToolCalls);
         }
-        Delta { text, thought, calls, logprobs, prompt: None, finish }
+        Delta { text, thought, calls, logprobs, finish, ..Delta::default() }
     }
 
     /// Applies the next update. A failure ends the answer.
@@ -133,7 +137,10 @@ impl Choice {
                     prompt.take(id, logprobs).map_err(Failure::engine)?;
                     return Ok(self.with_prompt(Delta::default()));
                 }
-                let delta = self.take_token(id, logprobs).map_err(Failure::engine)?;
+                let mut delta = self.take_token(id, logprobs).map_err(Failure::engine)?;
+                if self.setup.returns_ids && !self.setup.is_empty {
+                    delta.ids.push(id);
+                }
                 Ok(self.with_prompt(delta))
             }
             Update::Started { cached_tokens } => {

@@ -99,6 +99,7 @@ pub(crate) fn plan(
         tools,
         past_calls,
         refused,
+        vocabulary: parameters.vocabulary.tokens(model, stopped)?,
         parameters,
         warning,
         keeps_kv,

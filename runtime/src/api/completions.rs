@@ -77,6 +77,7 @@ pub(crate) fn plan(
         tools: None,
         past_calls: 0,
         refused: None,
+        vocabulary: parameters.vocabulary.tokens(model, stopped)?,
         parameters,
         warning,
         keeps_kv,

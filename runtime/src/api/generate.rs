@@ -12,7 +12,7 @@ use super::parameters::Parameters;
 use super::prompt_report::{PromptReader, PromptWishes};
 use super::responses::{self, ResponseFrame};
 use super::responses_shapes::{ResponseHead, ResponseStream};
-use super::shapes::{Collected, Endpoint, Head};
+use super::shapes::{Collected, Endpoint, Head, ReturnedPrompts};
 use super::sse::{self, Stream};
 use super::tally::Tally;
 use super::text::TextModel;
@@ -21,10 +21,15 @@ use super::tools::Tools;
 use super::{Api, Seat, ServedModel};
 use crate::budget::{BudgetError, HeldBytes};
 use crate::model::{CallIds, ToolStyle};
-use crate::request::{AnswerBacklog, AnswerMinimum, FREE_BYTES, GenerateRequest, Hints, UpdateReceiver};
+use crate::request::{
+    AnswerBacklog, AnswerMinimum, AnswerVocabulary, FREE_BYTES, GenerateRequest, Hints, UpdateReceiver,
+};
 use crate::trace::RequestTrace;
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::units::Seconds;
+
+/// Bytes of a token's id in a document.
+const ID_BYTES: usize = 8;
 
 /// A request whose fields are checked and whose prompts are tokenised.
 pub(crate) struct Plan {
@@ -45,6 +50,8 @@ pub(crate) struct Plan {
     /// The reason why nothing is generated, though the prompt can be made.
     pub(crate) refused: Option<ApiError>,
     pub(crate) parameters: Parameters,
+    /// The tokens that answers may have, if not all.
+    pub(crate) vocabulary: Option<AnswerVocabulary>,
     /// The warning to the client about unknown fields.
     pub(crate) warning: Option<HeaderValue>,
     /// Whether the KV of the prompt is for another engine.
@@ -76,6 +83,10 @@ pub(crate) async fn respond(
         call_ids: plan.tools.as_ref().map_or_else(CallIds::default, |(_, style)| style.ids()),
         past_calls: plan.past_calls,
         handed_over: plan.hand_over(&model)?,
+        prompts: plan.parameters.returns_ids.then(|| ReturnedPrompts {
+            ids: plan.prompts.clone(),
+            choices_per_prompt: plan.parameters.choices as usize,
+        }),
     };
     let (stream, warning) = (plan.parameters.stream, plan.warning.clone());
     let form = plan.form(head);
@@ -193,6 +204,7 @@ fn requests(
                 max_tokens,
                 eos_ids: end_ids.clone(),
                 minimum: minimum.clone(),
+                vocabulary: plan.vocabulary.clone(),
                 sampling,
                 logprobs,
                 grammar: parameters.format.as_ref().map(|format| format.grammar.clone()),
@@ -211,7 +223,7 @@ fn requests(
 impl Parameters {
     /// Whether answers end once they are complete by their grammar.
     pub(crate) fn may_have_form(&self, model: &ServedModel) -> bool {
-        self.text.min_tokens == 0 && !end_ids(model, self).is_empty()
+        self.text.min_tokens == 0 && self.vocabulary.field().is_none() && !end_ids(model, self).is_empty()
     }
 
     /// Refuses a constraint if no token ends answers, or if answers must not end when they are complete.
@@ -220,6 +232,9 @@ impl Parameters {
         if self.text.min_tokens > 0 {
             let hint = "a constrained answer ends once it is complete";
             return Err(ApiError::unsupported("min_tokens", hint));
+        }
+        if let Some(field) = self.vocabulary.field() {
+            return Err(ApiError::unsupported(field, "the tokens of a constrained answer follow its form"));
         }
         format.check_end(!end_ids(model, self).is_empty())
     }
@@ -344,6 +359,7 @@ fn choice_setup(model: &ServedModel, plan: &Plan, prompt: usize) -> Result<Choic
         end_ids: end_ids(model, parameters),
         logprobs: plan.logprobs,
         prompt: plan.prompt_wishes.tells_prompt().then(reader).transpose()?,
+        returns_ids: parameters.returns_ids,
         is_empty: parameters.max_tokens == Some(0),
     })
 }
@@ -365,12 +381,14 @@ async fn collect(
         let (index, delta) = step.map_err(ApiError::failure)?;
         let told = delta.logprobs.iter().chain(delta.prompt.iter().flatten());
         let logprobs_bytes: usize = told.map(TokenLogprobs::bytes).sum();
-        grow(&mut held, delta.text.len() + delta.thought.len() + logprobs_bytes)?;
+        let ids_bytes = delta.ids.len() * ID_BYTES;
+        grow(&mut held, delta.text.len() + delta.thought.len() + logprobs_bytes + ids_bytes)?;
         let choice = &mut choices[index];
         choice.text.push_str(&delta.text);
         choice.thought.push_str(&delta.thought);
         delta.calls.into_iter().for_each(|piece| piece.add_to(&mut choice.calls));
         choice.logprobs.extend(delta.logprobs);
+        choice.ids.extend(delta.ids);
         choice.prompt = delta.prompt.or(choice.prompt.take());
         choice.finish = delta.finish;
     }

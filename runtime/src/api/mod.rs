@@ -56,6 +56,7 @@ mod tool_schema;
 mod tool_stream;
 mod tools;
 mod usage;
+mod vocabulary;
 mod work;
 
 use axum::http::HeaderMap;

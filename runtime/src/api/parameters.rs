@@ -7,6 +7,7 @@ use super::fields::{Fields, each, token_id, wrong_type};
 use super::format::AnswerForm;
 use super::hints::ParsedHints;
 use super::text_rules::TextRules;
+use super::vocabulary::VocabularyLimits;
 use crate::request::Sampling;
 
 /// Maximum of alternatives per position; OpenAI's limit for chat.
@@ -38,7 +39,13 @@ pub(crate) struct Parameters {
     pub(crate) split_special_tokens: Option<bool>,
     /// Tokens of the prompt's end that are kept, or -1 for as many as leave room for the answer.
     pub(crate) kept_tokens: Option<i64>,
+    /// Whether the prompt's beginning is kept instead of its end.
+    pub(crate) keeps_start: bool,
     pub(crate) cache_salt: Option<String>,
+    /// Limits of the answer's tokens.
+    pub(crate) vocabulary: VocabularyLimits,
+    /// Whether the ids of tokens are returned.
+    pub(crate) returns_ids: bool,
     /// The constraint on the answer.
     pub(crate) format: Option<AnswerForm>,
     /// Hints of the request.
@@ -76,7 +83,10 @@ impl Parameters {
             add_special_tokens: fields.boolean("add_special_tokens")?,
             split_special_tokens: fields.boolean("split_special_tokens")?,
             kept_tokens: kept_tokens(fields)?,
+            keeps_start: keeps_start(fields)?,
             cache_salt: cache_salt(fields)?,
+            vocabulary: VocabularyLimits::parse(fields, vocabulary_size)?,
+            returns_ids: fields.boolean("return_token_ids")?.unwrap_or(false),
             format,
             asked: ParsedHints::parse(fields)?,
             stream: stream(fields)?,
@@ -222,15 +232,28 @@ fn kept_tokens(fields: &mut Fields<'_>) -> Result<Option<i64>, ApiError> {
     }
 }
 
+/// Reads `truncation_side`: the side of the prompt that `truncate_prompt_tokens` cuts off.
+fn keeps_start(fields: &mut Fields<'_>) -> Result<bool, ApiError> {
+    const FIELD: &str = "truncation_side";
+    match fields.string(FIELD)?.as_deref() {
+        None | Some("left") => Ok(false),
+        Some("right") => Ok(true),
+        Some(_) => Err(ApiError::value(FIELD, format!("'{FIELD}' is 'left' or 'right'"))),
+    }
+}
+
 impl Parameters {
-    /// Returns the end of a prompt that is kept in a context of `context` tokens.
+    /// Returns the part of a prompt that is kept in a context of `context` tokens.
     pub(crate) fn truncated(&self, mut prompt: Vec<u32>, context: u32) -> Vec<u32> {
         let room = context.saturating_sub(self.max_tokens.unwrap_or(1).max(1));
         let kept = match self.kept_tokens {
             None => return prompt,
             Some(kept) => usize::try_from(kept).unwrap_or(room as usize),
         };
-        prompt.drain(..prompt.len().saturating_sub(kept));
+        match self.keeps_start {
+            true => prompt.truncate(kept),
+            false => drop(prompt.drain(..prompt.len().saturating_sub(kept))),
+        }
         prompt
     }
 }

@@ -32,6 +32,7 @@ const REFUSED: &[(&str, &str)] = &[
     ("reasoning_effort", "send 'reasoning.effort'"),
     ("logprobs", "send 'include' with \"message.output_text.logprobs\""),
     ("prompt_logprobs", NOT_YET),
+    ("return_token_ids", NOT_YET),
 ];
 
 /// Chat fields, each with the client's field that it was converted from.

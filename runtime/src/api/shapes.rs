@@ -57,6 +57,15 @@ pub(crate) struct Head {
     pub(crate) past_calls: usize,
     /// Location of the prompt's KV for another engine; only if the client asked for it.
     pub(crate) handed_over: Option<Value>,
+    /// The prompts' tokens; only if the client asked for ids.
+    pub(crate) prompts: Option<ReturnedPrompts>,
+}
+
+/// Tokens of prompts that responses repeat.
+#[derive(Clone, Debug)]
+pub(crate) struct ReturnedPrompts {
+    pub(crate) ids: Vec<Vec<u32>>,
+    pub(crate) choices_per_prompt: usize,
 }
 
 /// A complete choice.
@@ -67,12 +76,25 @@ pub(crate) struct Collected {
     pub(crate) thought: String,
     pub(crate) calls: Vec<ToolCall>,
     pub(crate) logprobs: Vec<TokenLogprobs>,
+    /// Ids of the answer's tokens, if they are returned.
+    pub(crate) ids: Vec<u32>,
     /// Log-probabilities of the prompt, if they are requested.
     pub(crate) prompt: Option<Vec<TokenLogprobs>>,
     pub(crate) finish: Option<FinishReason>,
 }
 
 impl Head {
+    /// The ids of a choice's prompt, if they are returned.
+    fn prompt_ids(&self, choice: usize) -> Option<&[u32]> {
+        let ReturnedPrompts { ids, choices_per_prompt } = self.prompts.as_ref()?;
+        ids.get(choice / choices_per_prompt.max(&1)).map(Vec::as_slice)
+    }
+
+    /// The ids of an answer's tokens, if they are returned.
+    fn returned<'a>(&self, ids: &'a [u32]) -> Option<&'a [u32]> {
+        self.prompts.is_some().then_some(ids)
+    }
+
     /// The document of a response that is not streamed.
     pub(crate) fn whole(
         &self,
@@ -91,8 +113,10 @@ impl Head {
                     logprobs: with_logprobs.then(|| TextLogprobs::new(&choice.logprobs, model)),
                     finish_reason: choice.finish,
                     prompt_logprobs: prompt(choice),
+                    token_ids: self.returned(&choice.ids),
+                    prompt_token_ids: self.prompt_ids(index),
                 });
-                self.document("text_completion", choices.collect(), usage, None)
+                self.document("text_completion", choices.collect(), usage, OfPrompt::default())
             }
             Endpoint::Chat | Endpoint::Responses => {
                 let prompt = choices.first().and_then(prompt);
@@ -108,8 +132,10 @@ impl Head {
                     },
                     logprobs: with_logprobs.then(|| ChatLogprobs::new(&choice.logprobs, model)),
                     finish_reason: choice.finish,
+                    token_ids: self.returned(&choice.ids),
                 });
-                self.document("chat.completion", choices.collect(), usage, prompt)
+                let ids = self.prompt_ids(0);
+                self.document("chat.completion", choices.collect(), usage, OfPrompt { logprobs: prompt, ids })
             }
         }
     }
@@ -117,29 +143,44 @@ impl Head {
     /// The chunk that opens a choice of a chat; completions have none.
     pub(crate) fn opening(&self, index: usize, usage: Option<Option<Usage>>) -> Option<String> {
         let delta = ChatDelta { role: Some("assistant"), content: Some(""), ..ChatDelta::default() };
-        let choice = ChatChunkChoice { index, delta, logprobs: None, finish_reason: None };
-        (self.endpoint != Endpoint::Completions).then(|| self.chunk(vec![choice], usage))
+        let choice = ChatChunkChoice { index, delta, ..ChatChunkChoice::default() };
+        (self.endpoint != Endpoint::Completions).then(|| {
+            let of_prompt = OfPrompt { ids: self.prompt_ids(index), ..OfPrompt::default() };
+            let usage = usage.map(|usage| usage.map(UsageBody::from));
+            self.document("chat.completion.chunk", vec![choice], usage, of_prompt)
+        })
     }
 
-    /// A chunk with text, log-probabilities or both.
+    /// A chunk with text, log-probabilities or ids; `is_first` says that it is the choice's first one.
     pub(crate) fn content(
         &self,
         index: usize,
         delta: &Delta,
         usage: Option<Option<Usage>>,
-        model: &dyn TextModel,
+        (model, is_first): (&dyn TextModel, bool),
     ) -> String {
         let entries = delta.logprobs.as_slice();
+        let token_ids = self.returned(&delta.ids);
         match self.endpoint {
             Endpoint::Completions => {
                 let logprobs = (!entries.is_empty()).then(|| TextLogprobs::new(entries, model));
-                let choice = TextChoice { index, text: &delta.text, logprobs, ..TextChoice::default() };
+                let prompt_token_ids = self.prompt_ids(index).filter(|_| is_first);
+                let text = &*delta.text;
+                let choice = TextChoice {
+                    index,
+                    text,
+                    logprobs,
+                    token_ids,
+                    prompt_token_ids,
+                    ..TextChoice::default()
+                };
                 self.chunk(vec![choice], usage)
             }
             Endpoint::Chat | Endpoint::Responses => {
                 let logprobs = (!entries.is_empty()).then(|| ChatLogprobs::new(entries, model));
                 let delta = ChatDelta { content: Some(&delta.text), ..ChatDelta::default() };
-                self.chunk(vec![ChatChunkChoice { index, delta, logprobs, finish_reason: None }], usage)
+                let choice = ChatChunkChoice { index, delta, logprobs, token_ids, finish_reason: None };
+                self.chunk(vec![choice], usage)
             }
         }
     }
@@ -147,7 +188,7 @@ impl Head {
     /// A chunk with reasoning.
     pub(crate) fn thought(&self, index: usize, thought: &str, usage: Option<Option<Usage>>) -> String {
         let delta = ChatDelta { reasoning_content: Some(thought), ..ChatDelta::default() };
-        self.chunk(vec![ChatChunkChoice { index, delta, logprobs: None, finish_reason: None }], usage)
+        self.chunk(vec![ChatChunkChoice { index, delta, ..ChatChunkChoice::default() }], usage)
     }
 
     /// A chunk with part of a call.
@@ -159,7 +200,7 @@ impl Head {
             function: FunctionBody { name: piece.name.as_deref(), arguments: &piece.arguments },
         };
         let delta = ChatDelta { tool_calls: vec![body], ..ChatDelta::default() };
-        self.chunk(vec![ChatChunkChoice { index, delta, logprobs: None, finish_reason: None }], usage)
+        self.chunk(vec![ChatChunkChoice { index, delta, ..ChatChunkChoice::default() }], usage)
     }
 
     /// The calls of a choice.
@@ -201,8 +242,8 @@ impl Head {
                 self.chunk(vec![TextChoice { index, finish_reason, ..TextChoice::default() }], usage)
             }
             Endpoint::Chat | Endpoint::Responses => {
-                let delta = ChatDelta::default();
-                self.chunk(vec![ChatChunkChoice { index, delta, logprobs: None, finish_reason }], usage)
+                let choice = ChatChunkChoice { index, finish_reason, ..ChatChunkChoice::default() };
+                self.chunk(vec![choice], usage)
             }
         }
     }
@@ -217,7 +258,7 @@ impl Head {
             Endpoint::Completions => "text_completion",
             Endpoint::Chat | Endpoint::Responses => "chat.completion.chunk",
         };
-        self.document(object, choices, usage.map(|usage| usage.map(UsageBody::from)), None)
+        self.document(object, choices, usage.map(|usage| usage.map(UsageBody::from)), OfPrompt::default())
     }
 
     fn document<C: Serialize>(
@@ -225,7 +266,7 @@ impl Head {
         object: &'static str,
         choices: Vec<C>,
         usage: Option<Option<UsageBody>>,
-        prompt_logprobs: Option<PromptLogprobs>,
+        OfPrompt { logprobs: prompt_logprobs, ids: prompt_token_ids }: OfPrompt<'_>,
     ) -> String {
         let Head { id, created, model, tier, handed_over, .. } = self;
         let (created, service_tier, kv_transfer_params) = (*created, *tier, handed_over.as_ref());
@@ -238,10 +279,18 @@ impl Head {
             choices,
             usage,
             prompt_logprobs,
+            prompt_token_ids,
             kv_transfer_params,
         };
         serde_json::to_string(&document).expect("strings and finite numbers serialise")
     }
+}
+
+/// What the document of a chat has of its prompt.
+#[derive(Default)]
+struct OfPrompt<'a> {
+    logprobs: Option<PromptLogprobs>,
+    ids: Option<&'a [u32]>,
 }
 
 #[derive(Serialize)]
@@ -260,6 +309,8 @@ struct Document<'a, C> {
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_logprobs: Option<PromptLogprobs>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [u32]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     kv_transfer_params: Option<&'a Value>,
 }
 
@@ -271,6 +322,10 @@ struct TextChoice<'a> {
     finish_reason: Option<FinishReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
     prompt_logprobs: Option<PromptLogprobs>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<&'a [u32]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_token_ids: Option<&'a [u32]>,
 }
 
 #[derive(Serialize)]
@@ -279,6 +334,8 @@ struct ChatChoice<'a> {
     message: ChatMessage<'a>,
     logprobs: Option<ChatLogprobs>,
     finish_reason: Option<FinishReason>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<&'a [u32]>,
 }
 
 #[derive(Serialize)]
@@ -310,12 +367,14 @@ struct FunctionBody<'a> {
     arguments: &'a str,
 }
 
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 struct ChatChunkChoice<'a> {
     index: usize,
     delta: ChatDelta<'a>,
     logprobs: Option<ChatLogprobs>,
     finish_reason: Option<FinishReason>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token_ids: Option<&'a [u32]>,
 }
 
 #[derive(Default, Serialize)]

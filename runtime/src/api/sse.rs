@@ -58,17 +58,16 @@ impl Stream {
         let usage = self.usage();
         let generated = self.answer.generated(index) > 0;
         // The role is sent with the first token, since clients take the first chunk's time as TTFT.
-        if (generated || delta.finish.is_some())
-            && !std::mem::replace(&mut self.opened[index], true)
-            && let Some(opening) = self.head.opening(index, usage)
-        {
+        let opens = generated || delta.finish.is_some();
+        let is_first = opens && !std::mem::replace(&mut self.opened[index], true);
+        if is_first && let Some(opening) = self.head.opening(index, usage) {
             add(&opening, events);
         }
         if !delta.thought.is_empty() {
             add(&self.head.thought(index, &delta.thought, usage), events);
         }
-        if !delta.text.is_empty() || !delta.logprobs.is_empty() {
-            add(&self.head.content(index, delta, usage, self.model.as_ref()), events);
+        if !delta.text.is_empty() || !delta.logprobs.is_empty() || !delta.ids.is_empty() {
+            add(&self.head.content(index, delta, usage, (self.model.as_ref(), is_first)), events);
         }
         for piece in &delta.calls {
             add(&self.head.called(index, piece, usage), events);

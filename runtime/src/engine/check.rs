@@ -20,6 +20,8 @@ const REGIONS_MAX: usize = 16;
 /// Maximum end tokens of an answer, and log-probabilities of a token.
 const EOS_IDS_MAX: usize = 1 << 10;
 const LOGPROBS_MAX: u32 = 1 << 10;
+const BAD_WORDS_MAX: usize = 1 << 10;
+const BAD_WORD_TOKENS_MAX: usize = 1 << 10;
 
 /// Why a KV node takes no request.
 const NOTHING_COMPUTED: &str = "nothing is computed here: this is a KV node";
@@ -44,6 +46,10 @@ impl Worker {
         let (prompt, generated) = (wanted.prompt_ids.len() as u64, job.generated.len() as u64);
         require!(prompt > 0, "the prompt has no tokens");
         let masked = wanted.minimum.iter().flat_map(|minimum| minimum.masked_ids.iter());
+        let vocabulary = wanted.vocabulary.iter();
+        let words = || vocabulary.clone().flat_map(|vocabulary| vocabulary.bad_words.iter());
+        let allowed = vocabulary.clone().flat_map(|vocabulary| vocabulary.allowed_ids.iter());
+        let masked = masked.chain(allowed).chain(words().flat_map(|word| word.iter()));
         let given = wanted.prompt_ids.iter().chain(&*wanted.forced_ids).chain(masked);
         let (vocab, ids) = (config.vocab, given.chain(&job.generated));
         let highest = ids.copied().max().unwrap_or(0);
@@ -65,6 +71,9 @@ impl Worker {
         let masked = wanted.minimum.as_ref().map_or(0, |minimum| minimum.masked_ids.len());
         let is_useful = ends.max(masked) <= EOS_IDS_MAX && logprobs <= LOGPROBS_MAX;
         require!(is_useful, "more end tokens or log-probabilities than supported");
+        let words_fit = words().count() <= BAD_WORDS_MAX
+            && words().all(|word| (1..=BAD_WORD_TOKENS_MAX).contains(&word.len()));
+        require!(words_fit, "more words that the answer may not have than supported");
         let grammar_bytes = wanted.grammar.as_ref().map_or(0, |grammar| grammar.text().len());
         require!(
             grammar_bytes <= GRAMMAR_BYTES_MAX,

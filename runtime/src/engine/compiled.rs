@@ -131,6 +131,7 @@ mod tests {
             id: String::new(),
             forced_ids: Arc::default(),
             minimum: None,
+            vocabulary: None,
             prompt_ids: [1, 2].into(),
             max_tokens: 2,
             eos_ids: [1].into(),

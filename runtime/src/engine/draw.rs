@@ -148,9 +148,10 @@ pub(super) fn draw_input(active: Option<&Active>, position: u32) -> DrawInput<'_
     };
     DrawInput {
         parameters,
-        history: active.shaping.as_ref().map_or(&[], |shaping| {
-            shaping.entries(position.saturating_sub(wanted.prompt_ids.len()))
-        }),
+        history: active
+            .shaping
+            .as_ref()
+            .map_or(&[], |shaping| shaping.entries(position.saturating_sub(wanted.prompt_ids.len()))),
         tops: wanted.logprobs.unwrap_or(0),
     }
 }

@@ -212,7 +212,7 @@ impl Worker {
         let text = TokenIds::new(job.tokens(), job.hasher, self.limits.block_tokens);
         let Job { request, attempt, wanted, .. } = job;
         let text = text.with_forced(wanted.prompt_ids.len(), wanted.forced_ids.clone());
-        let shaping = Shaping::new(&wanted, begun);
+        let shaping = Shaping::new(&wanted, begun, self.steps.forward.config().vocab);
         let phase = WorkPhase::Prompt(self.env.now());
         let expected = sender.map(|(transfer, source)| ExpectedKv { attempt, transfer, source });
         self.active.insert(request, Active { attempt, wanted, shaping, expected, phase });

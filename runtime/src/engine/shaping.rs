@@ -1,11 +1,11 @@
 //! Changes to a request's logits before a token is drawn.
 //!
-//! These are penalties, masks of tokens that its grammar forbids or that would end a too short answer, and
-//! forced tokens of the prompt whose log-probabilities are wanted.
+//! These are penalties, masks of tokens that its grammar forbids, that the answer may not have or that would
+//! end a too short answer, and forced tokens of the prompt whose log-probabilities are wanted.
 
 use super::compiled::BegunGrammar;
 use crate::grammar::{Grammar, GrammarRun};
-use crate::request::{AnswerMinimum, GenerateRequest};
+use crate::request::{AnswerMinimum, AnswerVocabulary, GenerateRequest};
 use crate::sampling::Penalties;
 
 /// Subtracted from the logit of a forbidden token, so that it weighs nothing. It is finite, since shaders
@@ -22,6 +22,9 @@ pub(super) struct Shaping {
     /// The first tokens of the output, each with the bits of the f32 that its logit loses.
     forced: Vec<[u32; 2]>,
     minimum: Option<AnswerMinimum>,
+    vocabulary: Option<MaskedVocabulary>,
+    /// Number of tokens of the model.
+    tokens: u32,
     /// The tokens that must not come next, in order.
     forbidden: Vec<u32>,
     /// Each token once, with the bits of the f32 that its logit loses, unless only penalties change logits.
@@ -30,10 +33,33 @@ pub(super) struct Shaping {
     failed: Option<String>,
 }
 
+/// The tokens that an answer may have, by those that it may not have.
+struct MaskedVocabulary {
+    /// Tokens that are never drawn, in order.
+    outside: Vec<u32>,
+    bad_words: Vec<Arc<[u32]>>,
+}
+
+impl MaskedVocabulary {
+    fn new(wanted: &AnswerVocabulary, tokens: u32) -> Self {
+        let AnswerVocabulary { allowed_ids, bad_words } = wanted;
+        let is_outside = |id: &u32| allowed_ids.binary_search(id).is_err();
+        let outside = if allowed_ids.is_empty() { 0..0 } else { 0..tokens };
+        MaskedVocabulary { outside: outside.filter(is_outside).collect(), bad_words: bad_words.clone() }
+    }
+
+    /// The tokens that must not follow `output`.
+    fn masked<'a>(&'a self, output: &'a [u32]) -> impl Iterator<Item = u32> + 'a {
+        let completes = |word: &&'a Arc<[u32]>| output.ends_with(&word[..word.len() - 1]);
+        let last = self.bad_words.iter().filter(completes).filter_map(|word| word.last());
+        self.outside.iter().chain(last).copied()
+    }
+}
+
 impl Shaping {
-    /// What changes the logits of a request whose output is empty; none if nothing does. `begun` is the
-    /// beginning of its grammar, if it has one.
-    pub(super) fn new(wanted: &GenerateRequest, begun: Option<BegunGrammar>) -> Option<Self> {
+    /// What changes the logits of a request whose output is empty, for a model of `tokens` tokens; none if
+    /// nothing does. `begun` is the beginning of its grammar, if it has one.
+    pub(super) fn new(wanted: &GenerateRequest, begun: Option<BegunGrammar>, tokens: u32) -> Option<Self> {
         // an answer does without a grammar that it need not have
         let optional = wanted.grammar.as_ref().is_some_and(Grammar::is_optional);
         let begun = begun.filter(|begun| begun.is_ok() || !optional);
@@ -41,7 +67,9 @@ impl Shaping {
         let penalties = Penalties::new(&wanted.sampling, &given);
         let forced: Vec<_> = wanted.forced_ids.iter().map(|&id| [id, (-FORCED_GAIN).to_bits()]).collect();
         let minimum = wanted.minimum.clone();
-        if penalties.is_none() && begun.is_none() && forced.is_empty() && minimum.is_none() {
+        let vocabulary = wanted.vocabulary.as_ref().map(|wanted| MaskedVocabulary::new(wanted, tokens));
+        let masks = begun.is_some() || minimum.is_some() || vocabulary.is_some();
+        if penalties.is_none() && forced.is_empty() && !masks {
             return None;
         }
         let (grammar, failed) = match begun {
@@ -49,7 +77,8 @@ impl Shaping {
             Some(Err(cause)) => (None, Some(cause)),
             None => (None, None),
         };
-        Some(Shaping { penalties, grammar, forced, minimum, forbidden: Vec::new(), entries: None, failed })
+        let (forbidden, entries) = (Vec::new(), None);
+        Some(Shaping { penalties, grammar, forced, minimum, vocabulary, tokens, forbidden, entries, failed })
     }
 
     /// Follows the tokens of `output`, all behind the prompt so far, that are new since the last time.
@@ -68,11 +97,14 @@ impl Shaping {
                 }
             }
         }
-        if let Some(minimum) = self.minimum.as_ref().filter(|minimum| output.len() < minimum.tokens as usize)
-        {
-            self.forbidden.extend_from_slice(&minimum.masked_ids);
-            self.forbidden.sort_unstable();
-            self.forbidden.dedup();
+        let minimum = self.minimum.as_ref().filter(|minimum| output.len() < minimum.tokens as usize);
+        self.forbidden.extend(minimum.iter().flat_map(|minimum| minimum.masked_ids.iter()));
+        self.forbidden.extend(self.vocabulary.iter().flat_map(|vocabulary| vocabulary.masked(output)));
+        self.forbidden.sort_unstable();
+        self.forbidden.dedup();
+        if self.forbidden.len() == self.tokens as usize {
+            self.failed = Some("no token is left that the answer may have next".into());
+            return;
         }
         if self.grammar.is_none() && self.forbidden.is_empty() {
             self.entries = None;
@@ -131,6 +163,7 @@ mod tests {
             id: String::new(),
             forced_ids: Arc::default(),
             minimum: None,
+            vocabulary: None,
             prompt_ids: [other].into(),
             max_tokens: 8,
             eos_ids: [1].into(),
@@ -144,7 +177,7 @@ mod tests {
         let client = GrammarClient { party: &Party::Tenant("a".into()), stopped: &|| false };
         let begun = grammars.begin(wanted.grammar.as_ref().unwrap(), &wanted.eos_ids, client);
         let begun = begun.map_err(|error| error.to_string());
-        let mut shaping = Shaping::new(&wanted, Some(begun)).unwrap();
+        let mut shaping = Shaping::new(&wanted, Some(begun), vocab).unwrap();
         shaping.follow(&[]);
         let losses: BTreeMap<u32, f32> =
             shaping.entries(0).iter().map(|[id, loss]| (*id, f32::from_bits(*loss))).collect();
@@ -161,10 +194,10 @@ mod tests {
         );
         shaping.follow(&[yes, other]);
         assert!(shaping.failed().is_some_and(|cause| cause.contains("grammar")));
-        let without = Shaping::new(&wanted, Some(Err("no tokenizer".into()))).unwrap();
+        let without = Shaping::new(&wanted, Some(Err("no tokenizer".into())), vocab).unwrap();
         assert_eq!(without.failed(), Some("no tokenizer"));
         let plain = GenerateRequest { grammar: None, sampling: Sampling::default(), ..wanted };
-        assert!(Shaping::new(&plain, None).is_none());
+        assert!(Shaping::new(&plain, None, vocab).is_none());
     }
 
     #[test]
@@ -173,7 +206,7 @@ mod tests {
         wanted.forced_ids = [7, 8].into();
         wanted.minimum = Some(AnswerMinimum { tokens: 2, masked_ids: [3, 5].into() });
         wanted.sampling = Sampling { presence_penalty: 1.0, ..Sampling::default() };
-        let mut shaping = Shaping::new(&wanted, None).unwrap();
+        let mut shaping = Shaping::new(&wanted, None, 10).unwrap();
         for (output, forced) in [(&[][..], 7), (&[7], 8)] {
             shaping.follow(output);
             let [[id, loss]] = shaping.entries(output.len()) else { panic!("{output:?}") };
@@ -182,10 +215,32 @@ mod tests {
         for output in [&[7, 8][..], &[7, 8, 4]] {
             shaping.follow(output);
             assert_eq!(shaping.forbidden(), [3, 5], "{output:?}");
-            let masked = shaping.entries(output.len()).iter().filter(|[_, loss]| f32::from_bits(*loss) > 1e30);
+            let masked =
+                shaping.entries(output.len()).iter().filter(|[_, loss]| f32::from_bits(*loss) > 1e30);
             assert_eq!(masked.map(|[id, _]| *id).collect::<Vec<_>>(), [3, 5]);
         }
         shaping.follow(&[7, 8, 4, 4]);
         assert_eq!((shaping.forbidden(), shaping.entries(4)), (&[][..], &[[4, 1.0f32.to_bits()]][..]));
+    }
+
+    #[test]
+    fn words_end_nowhere_and_an_answer_without_tokens_fails() {
+        let mut wanted = GenerateRequest::greedy("a", [1, 2], 9);
+        let bad_words = vec![[4].into(), [1, 3].into(), [2, 1, 5].into()];
+        wanted.vocabulary = Some(AnswerVocabulary { allowed_ids: Arc::default(), bad_words });
+        let mut shaping = Shaping::new(&wanted, None, 6).unwrap();
+        for (output, forbidden) in
+            [(&[][..], &[4][..]), (&[1], &[3, 4]), (&[2, 1], &[3, 4, 5]), (&[2, 1, 0], &[4])]
+        {
+            shaping.follow(output);
+            assert_eq!(shaping.forbidden(), forbidden, "after {output:?}");
+            assert_eq!(shaping.entries(output.len()).len(), forbidden.len());
+        }
+        wanted.vocabulary.as_mut().unwrap().allowed_ids = [3, 4].into();
+        let mut shaping = Shaping::new(&wanted, None, 6).unwrap();
+        shaping.follow(&[]);
+        assert_eq!((shaping.forbidden(), shaping.failed()), (&[0, 1, 2, 4, 5][..], None));
+        shaping.follow(&[1]);
+        assert!(shaping.failed().is_some_and(|cause| cause.contains("no token")), "{:?}", shaping.failed());
     }
 }

@@ -24,7 +24,7 @@ const RUMOURS_MAX: usize = 1024;
 fn digest(wanted: &GenerateRequest) -> RequestDigest {
     let GenerateRequest { prompt_ids, max_tokens, eos_ids, sampling, logprobs, grammar, .. } = wanted;
     let sampling = crate::request::Sampling { seed: 0, ..sampling.clone() };
-    let length = (&wanted.forced_ids, &wanted.minimum, max_tokens);
+    let length = (&wanted.forced_ids, &wanted.minimum, &wanted.vocabulary, max_tokens);
     let others = serde_json::to_vec(&(length, eos_ids, sampling, logprobs, grammar));
     let mut hasher = Sha256::new();
     hasher.update((prompt_ids.len() as u64).to_le_bytes());

@@ -80,6 +80,7 @@ impl Rogue {
             id: format!("{number}"),
             forced_ids: [].into(),
             minimum: None,
+            vocabulary: None,
             prompt_ids: [1, 2, 3].into(),
             max_tokens: 2,
             eos_ids: [].into(),

@@ -168,6 +168,7 @@ mod tests {
             id: "request".into(),
             forced_ids: [].into(),
             minimum: None,
+            vocabulary: None,
             prompt_ids: vec![1, 2, 3].into(),
             max_tokens,
             eos_ids: [].into(),

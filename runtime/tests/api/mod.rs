@@ -14,3 +14,4 @@ mod streams;
 mod support;
 mod tenants;
 mod told;
+mod vllm;

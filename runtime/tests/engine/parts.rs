@@ -97,6 +97,7 @@ pub(super) fn greedy(id: String, prompt_ids: Arc<[u32]>, tokens: u32) -> Generat
         id,
         forced_ids: Arc::new([]),
         minimum: None,
+        vocabulary: None,
         prompt_ids,
         max_tokens: tokens,
         eos_ids: Arc::new([]),

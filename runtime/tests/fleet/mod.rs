@@ -543,6 +543,7 @@ pub(crate) fn request(
         id,
         forced_ids: Arc::new([]),
         minimum: None,
+        vocabulary: None,
         prompt_ids: prompt.into(),
         max_tokens,
         eos_ids: Arc::new([]),

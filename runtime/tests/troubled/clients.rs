@@ -227,6 +227,7 @@ fn request(id: String, prompt: &[u32], tokens_max: u32, logprobs: Option<u32>) -
         id,
         forced_ids: Arc::new([]),
         minimum: None,
+        vocabulary: None,
         prompt_ids: prompt.into(),
         max_tokens: tokens_max,
         eos_ids: Arc::new([]),

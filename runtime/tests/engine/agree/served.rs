@@ -239,6 +239,7 @@ pub(super) fn served(scene: &Scene) -> (FleetConfig, Vec<Step>, SceneCounts) {
                 id: at.to_string(),
                 forced_ids: Arc::new([]),
                 minimum: None,
+                vocabulary: None,
                 prompt_ids: wanted.prompt.into(),
                 max_tokens: wanted.output_tokens,
                 eos_ids: Arc::new([]),

@@ -24,7 +24,9 @@ fn rows_of_known_tokens_share_steps_and_memory_for_logits() {
     (0..15).for_each(|_| whole.push(whole.iter().sum::<u32>() % 997));
     driver.requests.insert(2, (vec![5], 18));
     let (urgency, text) = (Urgency::due_at(Seconds::ZERO), text(vec![5]).with_forced(1, whole[1..].into()));
-    driver.machine.step(Event::Add { request: 2, urgency, text, pulls: 0, after: After::Decode }, &mut vec![]);
+    driver
+        .machine
+        .step(Event::Add { request: 2, urgency, text, pulls: 0, after: After::Decode }, &mut vec![]);
     let mut lengths = Vec::new();
     while !driver.finished.contains(&2) {
         assert!(driver.turn());
@@ -45,7 +47,9 @@ fn known_tokens_preempt_nobody_and_survive_preemption() {
     (0..29).for_each(|_| whole.push(whole.iter().sum::<u32>() % 997));
     driver.requests.insert(3, (vec![7], 34));
     let (urgency, text) = (Urgency::due_at(Seconds::ZERO), text(vec![7]).with_forced(1, whole[1..].into()));
-    driver.machine.step(Event::Add { request: 3, urgency, text, pulls: 0, after: After::Decode }, &mut vec![]);
+    driver
+        .machine
+        .step(Event::Add { request: 3, urgency, text, pulls: 0, after: After::Decode }, &mut vec![]);
     while driver.finished.len() < 3 {
         assert!(driver.turn());
     }
