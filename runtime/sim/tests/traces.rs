@@ -170,6 +170,33 @@ const MALFORMED: &[(&str, u64, &str)] = &[
         "2 hash_ids",
     ),
     ("{\"timestamp\": 0, \"input_length\": 9, \"output_length\": 1, \"hash_ids\": [-1]}", 1, "-1"),
+    // guidellm writes seconds, aiperf turns and fractions of a millisecond, all under Mooncake's keys
+    ("{\"timestamp\": 0.0, \"input_length\": 10, \"output_length\": 5, \"hash_ids\": [0]}", 1, "in seconds"),
+    (
+        "{\"timestamp\": 0, \"input_length\": 10, \"output_length\": 5}\n{\"timestamp\": 1787267980.0, \"input_length\": 10, \"output_length\": 5}",
+        2,
+        "in seconds",
+    ),
+    (
+        "{\"timestamp\": 0, \"input_length\": 10, \"output_length\": 5}\n{\"delay\": 500, \"input_length\": 16, \"output_length\": 4}",
+        2,
+        "aiperf",
+    ),
+    (
+        "{\"timestamp\": 0, \"input_length\": 4096, \"output_length\": 5, \"hash_ids\": [0, 1]}",
+        1,
+        "--block-tokens",
+    ),
+    (
+        "{\"chat_id\": 1, \"parent_chat_id\": -1, \"timestamp\": 0.5, \"input_length\": 4096, \"output_length\": 5, \"hash_ids\": [0]}",
+        1,
+        "blocks of 16",
+    ),
+    (
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\nx,ChatGPT,4,1,5,API log\n",
+        2,
+        "not a time",
+    ),
     ("\n\n{\"timestamp\": 0, \"input_length\": 0, \"output_length\": 1}", 3, "no token"),
     ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,3\n", 2, "2 fields under 3"),
     ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 25:15:46,3,4\n", 2, "not a date"),
@@ -227,6 +254,36 @@ fn nothing_and_the_unknown_are_errors() {
     }
     let missing = Trace::open("no/such/file".as_ref(), ReadOptions::default()).err().expect("no file");
     assert!(missing.to_string().contains("no/such/file"), "{missing}");
+}
+
+#[test]
+fn burst_gpt_has_seconds_and_a_model_in_both_of_its_forms() {
+    let first = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\r\n5,ChatGPT,472,18,490,Conversation log\r\n45,GPT-4,1087,0,1087,API log\r\n";
+    let second = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n5.0,,0.4,ChatGPT,472,18,490,Conversation log\n45.0,7,1,GPT-4,1087,0,1087,API log\n";
+    for text in [first, second] {
+        let (requests, error) = read(text);
+        assert!(error.is_none(), "{error:?}");
+        let found: Vec<_> = requests.iter().map(|r| (r.at.0, r.prompt_tokens, r.output_tokens)).collect();
+        assert_eq!(found, [(5.0, 472, 18), (45.0, 1087, 1)]);
+        assert_eq!(requests[1].class.as_deref(), Some("GPT-4"));
+    }
+}
+
+#[test]
+fn files_without_arrivals_or_lengths_are_named() {
+    for (text, part) in [
+        (
+            r#"[{"id":"a","conversations":[{"from":"human","value":"hi"},{"from":"gpt","value":"yo"}]}]"#,
+            "ShareGPT",
+        ),
+        ("[\n  {\"id\": \"a\"}\n]\n", "ShareGPT"),
+        (r#"{"session_id": "a", "turns": [{"text": "hi", "delay": 5}]}"#, "the keys session_id, turns"),
+        (r#"{"timestamp": 0, "text_input": "hello", "output_length": 5}"#, "the keys timestamp, text_input"),
+        (r#"{"resourceSpans": []}"#, "the keys resourceSpans"),
+    ] {
+        let error = read(text).1.expect("unknown").to_string();
+        assert!(error.contains(part), "{error}");
+    }
 }
 
 #[test]

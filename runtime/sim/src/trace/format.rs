@@ -11,6 +11,8 @@ pub enum Format {
     Bailian,
     /// Azure's LLM inference traces, CSV.
     Azure,
+    /// BurstGPT's traces, CSV.
+    BurstGpt,
     /// Hours synthesised by ServeGen, CSV.
     ServeGen,
     /// Sessions of agents, JSONL.
@@ -21,10 +23,11 @@ pub enum Format {
 
 impl Format {
     /// All formats.
-    pub const ALL: [Format; 6] = [
+    pub const ALL: [Format; 7] = [
         Format::Mooncake,
         Format::Bailian,
         Format::Azure,
+        Format::BurstGpt,
         Format::ServeGen,
         Format::Agentic,
         Format::RequestLog,
@@ -36,6 +39,7 @@ impl Format {
             Format::Mooncake => "mooncake",
             Format::Bailian => "bailian",
             Format::Azure => "azure",
+            Format::BurstGpt => "burstgpt",
             Format::ServeGen => "servegen",
             Format::Agentic => "agentic",
             Format::RequestLog => "request-log",
@@ -54,6 +58,7 @@ impl Format {
             Format::Azure => {
                 "2023-11-16 18:15:46.6805900,374,44 under TIMESTAMP,ContextTokens,GeneratedTokens"
             }
+            Format::BurstGpt => "5,ChatGPT,472,18 under Timestamp,Model,Request tokens,Response tokens",
             Format::ServeGen => "0.039,104,571,15 under t_s,client,input_tokens,output_tokens",
             Format::Agentic => {
                 r#"{"block_size": 64, "reqs": [{"t": 0.0, "in": 300, "out": 20, "api": 1.5, "think": 0.0, "h": [[1, 4]]}]}"#
@@ -76,10 +81,16 @@ impl Format {
             return Format::detect_json(line);
         }
         let text = std::str::from_utf8(line).map_err(|_| "its first line is not text".to_string())?;
+        if text.starts_with('[') {
+            let cause = "it is a JSON array, as ShareGPT's conversations, without a request per line";
+            return Err(format!("{cause}: '{}'", shortened(text)));
+        }
         let columns = super::table::columns(text);
         let has = |names: [&str; 3]| names.iter().all(|name| columns.iter().any(|column| column == name));
         if has(["timestamp", "contexttokens", "generatedtokens"]) {
             Ok(Format::Azure)
+        } else if has(["timestamp", "request tokens", "response tokens"]) {
+            Ok(Format::BurstGpt)
         } else if has(["t_s", "input_tokens", "output_tokens"]) {
             Ok(Format::ServeGen)
         } else {

@@ -1,10 +1,12 @@
 //! Mooncake's JSONL: `{timestamp ms, input_length, output_length, hash_ids}`.
 
+use super::TIME_S_MAX;
 use super::read::{Draft, Lengths};
 use mixfleet_hal::random::bits;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::BlockHash;
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 
 /// Block size of the published traces (FAST'25, appendix A).
 pub(super) const BLOCK_TOKENS: u32 = 512;
@@ -24,7 +26,8 @@ pub fn key_of(hash_id: u64) -> BlockHash {
 /// The fields of a line that are used; some producers add others.
 #[derive(Deserialize)]
 struct MooncakeRequest {
-    timestamp: f64,
+    timestamp: Option<serde_json::Number>,
+    delay: Option<IgnoredAny>,
     input_length: u64,
     output_length: u64,
     #[serde(default)]
@@ -36,27 +39,40 @@ struct MooncakeRequest {
 pub(super) fn parse(line: &[u8], block_tokens: u32, per_second: f64) -> Result<Draft, String> {
     let line: MooncakeRequest = serde_json::from_slice(line).map_err(|cause| cause.to_string())?;
     let lengths = Lengths::new(line.input_length, line.output_length)?;
-    let blocks_max = lengths.prompt.div_ceil(block_tokens) as usize;
-    if line.hash_ids.len() > blocks_max {
+    let (ids, blocks) = (line.hash_ids.len(), lengths.prompt.div_ceil(block_tokens) as usize);
+    // some producers leave the last block out unless it is full
+    let full = (lengths.prompt / block_tokens) as usize;
+    if ids > blocks || ids > 0 && ids < full {
+        let prompt = lengths.prompt;
         return Err(format!(
-            "{} hash_ids for {} tokens, which fill {blocks_max} blocks of {} (smaller blocks: --block-tokens)",
-            line.hash_ids.len(),
-            lengths.prompt,
-            block_tokens
+            "{ids} hash_ids for {prompt} tokens, which fill {blocks} blocks of {block_tokens} (other blocks: --block-tokens)"
         ));
     }
-    if !(line.timestamp.is_finite() && line.timestamp >= 0.0) {
-        return Err(format!("timestamp {} is not a time", line.timestamp));
+    let at = at(&line, per_second)?;
+    let chain = line.hash_ids.into_iter().map(key_of).collect();
+    Ok(Draft { at, lengths, chain, class: None })
+}
+
+/// The arrival of a request, in a file with this many time units per second.
+fn at(line: &MooncakeRequest, per_second: f64) -> Result<Seconds, String> {
+    let Some(timestamp) = &line.timestamp else {
+        return Err(match line.delay {
+            Some(_) => "a turn with a 'delay' instead of a timestamp (aiperf) is not supported".into(),
+            None => "missing field `timestamp`".into(),
+        });
+    };
+    let at = timestamp.as_f64().unwrap_or(f64::NAN);
+    if !(at.is_finite() && at >= 0.0) {
+        return Err(format!("timestamp {timestamp} is not a time"));
     }
-    if per_second > 1.0 && line.timestamp.fract() != 0.0 {
-        let at = line.timestamp;
+    // exact numbers of milliseconds are whole; guidellm and others write seconds under the same keys
+    if per_second > 1.0 && timestamp.is_f64() && (at < TIME_S_MAX || at.fract() != 0.0) {
         return Err(format!(
-            "timestamp {at} is no whole number of milliseconds, so that it may be seconds: write {}",
+            "timestamp {timestamp} is written as a fraction, so that it may be in seconds: write milliseconds as a whole number, {:.0} if so",
             at * 1e3
         ));
     }
-    let chain = line.hash_ids.into_iter().map(key_of).collect();
-    Ok(Draft { at: Seconds(line.timestamp / per_second), lengths, chain, class: None })
+    Ok(Seconds(at / per_second))
 }
 
 #[cfg(test)]
@@ -73,8 +89,27 @@ mod tests {
         assert_eq!(Format::detect(theirs), Ok(Format::Bailian));
         assert_eq!(parse(ours, BLOCK_TOKENS, 1e3).map(|draft| draft.at), Ok(Seconds(1.5)));
         assert_eq!(parse(theirs, BAILIAN_BLOCK_TOKENS, 1.0).map(|draft| draft.at), Ok(Seconds(1500.0)));
-        let in_doubt = br#"{"timestamp": 0.25, "input_length": 40, "output_length": 20, "hash_ids": []}"#;
-        assert!(parse(in_doubt, BLOCK_TOKENS, 1e3).err().is_some_and(|error| error.contains("write 250")));
+        for (at, says) in [("0.25", " 250 if so"), ("30.0", " 30000 if so")] {
+            let in_doubt = format!(r#"{{"timestamp": {at}, "input_length": 40, "output_length": 20}}"#);
+            let error = parse(in_doubt.as_bytes(), BLOCK_TOKENS, 1e3).err();
+            assert!(error.as_ref().is_some_and(|error| error.contains(says)), "{at}: {error:?}");
+        }
         assert!(parse(theirs, BLOCK_TOKENS, 1e3).is_err(), "three blocks of 512 for 40 tokens");
+    }
+
+    #[test]
+    fn blocks_of_another_size_are_told_by_their_number() {
+        let line = |ids: usize| {
+            let ids: Vec<usize> = (0..ids).collect();
+            format!(r#"{{"timestamp": 0, "input_length": 2100, "output_length": 2, "hash_ids": {ids:?}}}"#)
+        };
+        // 2,100 tokens fill four blocks of 512, and a part of another
+        for (ids, is_read) in [(0, true), (3, false), (4, true), (5, true), (6, false)] {
+            let read = parse(line(ids).as_bytes(), BLOCK_TOKENS, 1e3);
+            assert_eq!(read.is_ok(), is_read, "{ids}: {:?}", read.err());
+        }
+        assert!(parse(line(3).as_bytes(), 1024, 1e3).is_ok());
+        let turn = br#"{"session_id": "a", "delay": 500, "input_length": 9, "output_length": 4}"#;
+        assert!(parse(turn, BLOCK_TOKENS, 1e3).err().is_some_and(|error| error.contains("aiperf")));
     }
 }

@@ -142,7 +142,7 @@ impl Trace {
         };
         let sorter = sorter(format, first, options).map_err(|cause| lines.error(format, cause));
         let (block_tokens, sorter) = sorter?;
-        if matches!(format, Format::Azure | Format::ServeGen) {
+        if matches!(format, Format::Azure | Format::BurstGpt | Format::ServeGen) {
             // Their first line is a header.
             lines.next()?;
         }
@@ -225,6 +225,11 @@ fn sorter(
             let names = ["timestamp", "contexttokens", "generatedtokens"];
             let mut table = Table::new(first, names, Clock::Date)?;
             (None, Box::new(move |line: &[u8]| table.parse(line)), true)
+        }
+        Format::BurstGpt => {
+            let names = ["timestamp", "request tokens", "response tokens"];
+            let mut table = Table::new(first, names, Clock::Seconds)?;
+            (None, Box::new(move |line: &[u8]| table.parse(line)), false)
         }
         Format::ServeGen => {
             let mut table = Table::new(first, ["t_s", "input_tokens", "output_tokens"], Clock::Seconds)?;

@@ -1,4 +1,4 @@
-//! CSV traces of Azure and ServeGen. Columns are found by name, in any order; others are ignored.
+//! CSV traces of Azure, BurstGPT and ServeGen. Columns are found by name, in any order; others are ignored.
 
 use super::read::{Draft, Lengths};
 use super::time::utc_nanoseconds;
@@ -46,7 +46,7 @@ impl Table {
             time: need(names[0])?,
             prompt: need(names[1])?,
             output: need(names[2])?,
-            client: place("client"),
+            client: place("client").or_else(|| place("model")),
             clock,
             origin_ns: None,
         })
