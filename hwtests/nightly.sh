@@ -43,6 +43,8 @@ part laws cargo run --quiet --release -p mixfleet-hal --example laws -- --check
 part truth cargo run --quiet --release -p mixfleet-sim --example truth -- --check
 part planted hwtests/planted.sh
 part templates bash -c 'hwtests/templates.sh || [ $? = 3 ]'
+part styles cargo test -p mixfleet-runtime --lib -- --nocapture published_templates
+part lm-eval bash -c 'hwtests/lm_eval.sh || [ $? = 3 ]'
 part fuzz hwtests/fuzz.sh
 part restarts hwtests/engines.sh soak --minutes 30
 # 3 is a skip with its reason, which the log has

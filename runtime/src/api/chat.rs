@@ -180,7 +180,10 @@ fn callable(
 ) -> Result<(CallableTools, Option<ApiError>), ApiError> {
     let Some(tools) = tools else { return Ok((None, None)) };
     let Some(style) = model.text.tool_style() else {
-        let hint = "the template of this model has no tools, or an unknown style of calls";
+        let hint = match model.text.reads_argument("tools") {
+            true => "the template of this model writes calls in a style that is not implemented",
+            false => "the template of this model has no tools",
+        };
         return Ok((None, Some(ApiError::unsupported("tools", hint))));
     };
     if parameters.format.is_some() {

@@ -37,6 +37,7 @@ pub(super) fn read(style: ToolStyle, text: &str, functions: &[CalledFunction]) -
     match style {
         ToolStyle::Tagged | ToolStyle::Bare { .. } | ToolStyle::Listed(_) => json_calls(text, functions),
         ToolStyle::Named => named_calls(text, functions),
+        ToolStyle::NamedObjects => named_objects(text, functions),
         ToolStyle::Gemma => gemma_calls::read(text, functions),
         // parsed incrementally, in `harmony`
         ToolStyle::Harmony => ReadCalls::Other,
@@ -116,6 +117,21 @@ fn json_calls(text: &str, functions: &[CalledFunction]) -> ReadCalls {
         rest = rest.strip_prefix([';', ',']).unwrap_or(rest).trim_start();
     }
     ReadCalls::of(Some(calls))
+}
+
+/// A list of objects whose only key is the name of a function.
+fn named_objects(text: &str, functions: &[CalledFunction]) -> ReadCalls {
+    let list = match serde_json::from_str::<Vec<BTreeMap<String, &RawValue>>>(text) {
+        Ok(list) => list,
+        Err(error) if error.is_eof() => return ReadCalls::Incomplete,
+        Err(_) => return ReadCalls::Other,
+    };
+    let calls = list.into_iter().map(|object| {
+        let (name, arguments) = object.iter().next().filter(|_| object.len() == 1)?;
+        let is_object = arguments.get().starts_with('{') && known(name, functions).is_some();
+        is_object.then(|| ToolCall { name: name.clone(), arguments: arguments.get().to_owned() })
+    });
+    ReadCalls::of(calls.collect())
 }
 
 fn json_call(call: &CallText<'_>, functions: &[CalledFunction]) -> Option<ToolCall> {

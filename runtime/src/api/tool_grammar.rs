@@ -49,6 +49,7 @@ pub(super) fn begun_calls(
         | ToolStyle::InvokedDsml { .. }
         | ToolStyle::JsonInTag
         | ToolStyle::Gemma
+        | ToolStyle::NamedObjects
         | ToolStyle::Listed(ListMarks::Nemotron | ListMarks::Cohere) => marks.open,
         ToolStyle::DeepSeek { .. } | ToolStyle::Kimi => marks.around.first()?,
         _ => return None,
@@ -96,7 +97,10 @@ impl CallWriter<'_> {
             ToolStyle::Named if !self.mark(marks.open).is_empty() => {
                 (String::new(), String::new(), String::new())
             }
-            ToolStyle::Named | ToolStyle::Listed(_) | ToolStyle::Pythonic { .. } => {
+            ToolStyle::Named
+            | ToolStyle::NamedObjects
+            | ToolStyle::Listed(_)
+            | ToolStyle::Pythonic { .. } => {
                 let close = if marks.close.is_empty() { String::new() } else { self.mark(marks.close) };
                 let open = if self.has_optional_mark() { String::new() } else { self.mark(marks.open) };
                 list(open, close)
@@ -126,6 +130,7 @@ impl CallWriter<'_> {
         let key = self.style.arguments();
         let before = match self.style {
             ToolStyle::Listed(ListMarks::Cohere) => "\"tool_call_id\": \"0\", \"tool_name\"",
+            ToolStyle::Listed(ListMarks::Action) => "\"tool_name\"",
             _ => "\"name\"",
         };
         let object =
@@ -135,6 +140,9 @@ impl CallWriter<'_> {
         match self.style {
             ToolStyle::Tagged => with_json(&[&open, "\"\\n\"", head, middle, tail, "\"\\n\"", &close]),
             ToolStyle::Bare { .. } | ToolStyle::Listed(_) => with_json(&[head, middle, tail]),
+            ToolStyle::NamedObjects => {
+                with_json(&[&literal(&format!("{{{}: ", literal(name))), &json, "\"}\""])
+            }
             ToolStyle::Named if open.is_empty() => with_json(&[head, middle, tail]),
             ToolStyle::Named => {
                 let name = literal(name);

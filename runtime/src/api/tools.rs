@@ -263,3 +263,7 @@ pub(crate) struct ToolPieces {
 #[cfg(test)]
 #[path = "tools_tests.rs"]
 mod tests;
+
+#[cfg(test)]
+#[path = "published_tests.rs"]
+mod published_tests;

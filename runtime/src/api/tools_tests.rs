@@ -3,7 +3,7 @@ use crate::model::ListMarks;
 use proptest::prelude::*;
 
 const BARE: ToolStyle = ToolStyle::Bare { parameters: true };
-const STYLES: [ToolStyle; 23] = [
+const STYLES: [ToolStyle; 25] = [
     ToolStyle::Tagged,
     BARE,
     ToolStyle::Bare { parameters: false },
@@ -23,6 +23,8 @@ const STYLES: [ToolStyle; 23] = [
     ToolStyle::DeepSeek { fenced: false },
     ToolStyle::Kimi,
     ToolStyle::Listed(ListMarks::Cohere),
+    ToolStyle::Listed(ListMarks::Action),
+    ToolStyle::NamedObjects,
     ToolStyle::Listed(ListMarks::Functools),
     ToolStyle::JsonInTag,
     ToolStyle::Gemma,
@@ -46,11 +48,11 @@ fn tools(further: &Value) -> Tools {
 }
 
 /// Text and calls of an answer that arrives in these pieces.
-fn read(tools: &Tools, style: ToolStyle, pieces: &[&str]) -> (String, Vec<ToolCall>) {
+pub(super) fn read(tools: &Tools, style: ToolStyle, pieces: &[&str]) -> (String, Vec<ToolCall>) {
     read_by(tools.reader(style, false), pieces)
 }
 
-fn read_by(mut reader: ToolReader, pieces: &[&str]) -> (String, Vec<ToolCall>) {
+pub(super) fn read_by(mut reader: ToolReader, pieces: &[&str]) -> (String, Vec<ToolCall>) {
     let (mut text, mut calls) = (String::new(), Vec::new());
     let mut take = |pieces: ToolPieces| {
         text.push_str(&pieces.text);
@@ -229,6 +231,8 @@ fn written(style: ToolStyle) -> String {
         }
         ToolStyle::Bare { parameters: false } => "{\"name\": \"look\", \"arguments\": {\"x\": 1}}\n{\"name\": \"add\"}",
         ToolStyle::Listed(ListMarks::Cohere) => "<|START_ACTION|>[\n    {\"tool_call_id\": \"0\", \"tool_name\": \"look\", \"parameters\": {\"x\": 1}},\n    {\"tool_call_id\": \"1\", \"tool_name\": \"add\", \"parameters\": {}}\n]<|END_ACTION|>",
+        ToolStyle::Listed(ListMarks::Action) => "Action:\n```json\n[\n    {\n        \"tool_name\": \"look\",\n        \"parameters\": {\"x\": 1}\n    },\n    {\n        \"tool_name\": \"add\",\n        \"parameters\": {}\n    }\n]```",
+        ToolStyle::NamedObjects => "<|tools_prefix|>[{\"look\": {\"x\": 1}}, {\"add\": {}}]<|tools_suffix|>",
         ToolStyle::JsonInTag => "<function=look>{\"x\": 1}</function><function=add>{}</function>",
         ToolStyle::Gemma => "<|tool_call>call:look{x:1}<tool_call|><|tool_call>call:add{}<tool_call|>",
         ToolStyle::Harmony => "<|channel|>commentary to=functions.look <|constrain|>json<|message|>{\"x\": 1}<|call|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}<|call|>",

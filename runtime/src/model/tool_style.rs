@@ -47,6 +47,9 @@ pub enum ToolStyle {
     JsonInTag,
     /// `call:name{key:value}` between Gemma 4's marks.
     Gemma,
+    /// A list of objects with the function's name as their only key, between `<|tools_prefix|>` and
+    /// `<|tools_suffix|>` (Apertus).
+    NamedObjects,
     /// A message of gpt-oss to `functions.name`.
     Harmony,
 }
@@ -62,6 +65,8 @@ pub enum ListMarks {
     Nemotron,
     /// `<|START_ACTION|>` and `<|END_ACTION|>`, with `tool_name` and `parameters` (Command R7B and A).
     Cohere,
+    /// A fenced block behind `Action:`, with `tool_name` and `parameters` (Command R+).
+    Action,
     /// `functools` before it (FireFunction v2).
     Functools,
     /// `<tool_calls>` and `</tool_calls>`; calls may follow each other without brackets.
@@ -95,7 +100,8 @@ impl ToolStyle {
     /// The key of a call's arguments.
     pub fn arguments(self) -> &'static str {
         match self {
-            ToolStyle::Bare { parameters: true } | ToolStyle::Listed(ListMarks::Cohere) => "parameters",
+            ToolStyle::Bare { parameters: true }
+            | ToolStyle::Listed(ListMarks::Cohere | ListMarks::Action) => "parameters",
             _ => "arguments",
         }
     }
@@ -112,6 +118,8 @@ impl ToolStyle {
             ToolStyle::Listed(ListMarks::Granite) => ("<|tool_call|>", ""),
             ToolStyle::Listed(ListMarks::Nemotron) => ("<TOOLCALL>", "</TOOLCALL>"),
             ToolStyle::Listed(ListMarks::Cohere) => ("<|START_ACTION|>", "<|END_ACTION|>"),
+            ToolStyle::Listed(ListMarks::Action) => ("Action:\n```json", "```"),
+            ToolStyle::NamedObjects => ("<|tools_prefix|>", "<|tools_suffix|>"),
             ToolStyle::Listed(ListMarks::Functools) => ("functools", ""),
             ToolStyle::JsonInTag => ("<function=", "</function>"),
             ToolStyle::Gemma => ("<|tool_call>", "<tool_call|>"),
@@ -168,6 +176,12 @@ impl ToolStyle {
             return (has("<|END_ACTION|>") && has("tool_name"))
                 .then_some(ToolStyle::Listed(ListMarks::Cohere));
         }
+        if has("Action:") && has("```json") && has("\"tool_name\"") {
+            return Some(ToolStyle::Listed(ListMarks::Action));
+        }
+        if has("<|tools_prefix|>") && has("<|tools_suffix|>") {
+            return Some(ToolStyle::NamedObjects);
+        }
         if has("<|tool_call>") && has("<tool_call|>") {
             return has("call:").then_some(ToolStyle::Gemma);
         }
@@ -199,7 +213,8 @@ impl ToolStyle {
                 ToolStyle::Listed(ListMarks::Mistral)
             });
         }
-        if has("<|tool_call_start|>") {
+        // some templates of LFM2 render no past calls
+        if has("<|tool_call_start|>") || has("List of tools: ") && has("<|im_start|>") {
             return Some(ToolStyle::Pythonic { marked: true });
         }
         let listed = [
@@ -258,6 +273,13 @@ mod tests {
                 Some(ToolStyle::Listed(ListMarks::Cohere)),
             ),
             ("Action: [{\"tool_name\": f, \"parameters\":}]", None),
+            (
+                "Action:\n```json\n[{\"tool_name\": f, \"parameters\":}]```",
+                Some(ToolStyle::Listed(ListMarks::Action)),
+            ),
+            ("<|tools_prefix|>[{\"f\": {}}]<|tools_suffix|>", Some(ToolStyle::NamedObjects)),
+            ("<|im_start|>system\nList of tools: [", Some(ToolStyle::Pythonic { marked: true })),
+            (">>>f\n{}", None),
             ("<|tool_call>call:f{}<tool_call|>", Some(ToolStyle::Gemma)),
             ("to=functions.f<|channel|>commentary json<|message|>{}<|call|>", Some(ToolStyle::Harmony)),
             (" functools[{}]", Some(ToolStyle::Listed(ListMarks::Functools))),
