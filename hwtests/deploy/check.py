@@ -11,11 +11,36 @@ import yaml
 
 VERSION = "1.37"
 DEPLOY = Path("docs/deploy")
+# The fields in use of kinds that operators add, as their reference names them: kubernetes-validate has no schema of these.
+TEXT, NUMBER = {"type": "string"}, {"type": "number"}
+
+
+def record(required=(), **fields):
+    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
+
+
+def list_of(items):
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+LABELS = {"type": "object", "additionalProperties": TEXT}
+ADDED = {
+    ("monitoring.coreos.com/v1", "ServiceMonitor"): record(
+        ("selector", "endpoints"), selector=record(matchLabels=LABELS), endpoints=list_of(record(port=TEXT, path=TEXT, interval=TEXT))
+    ),
+    ("monitoring.coreos.com/v1", "PrometheusRule"): record(
+        ("groups",), groups=list_of(record(("name",), name=TEXT, rules=list_of(record(("record", "expr"), record=TEXT, expr=TEXT))))
+    ),
+}
 COMPOSE = "check_jsonschema/builtin_schemas/vendor/compose-spec.json"
 
 
 def kubernetes_fault(document):
     """The faults of a resource."""
+    added = ADDED.get((document.get("apiVersion"), document.get("kind")))
+    if added is not None:
+        errors = list(jsonschema.Draft202012Validator(record(("spec",), apiVersion=TEXT, kind=TEXT, metadata={}, spec=added)).iter_errors(document))
+        return f"{errors[0].json_path}: {errors[0].message[:200]}" if errors else None
     try:
         kubernetes_validate.validate(document, VERSION, strict=True)
     except kubernetes_validate.SchemaNotFoundError:
@@ -47,6 +72,31 @@ def reference_fault(document):
     return None
 
 
+def folder_fault(folder, resources):
+    """What Kustomize would refuse, or leave out: a file that is not there, or one that is not listed."""
+    listed = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    unknown = set(listed) - {"apiVersion", "kind", "resources", "images"}
+    if unknown or listed.get("kind") != "Kustomization":
+        return f"unknown fields {sorted(unknown)}, or not a Kustomization"
+    there = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
+    if there != set(listed["resources"]):
+        return f"lists {sorted(listed['resources'])}, and has {sorted(there)}"
+    found = [resource for path in resources if path.parent == folder for resource in resources[path]]
+    services = [r for r in found if r["kind"] == "Service"]
+    for monitor in (r for r in found if r["kind"] == "ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        chosen = [s for s in services if wanted <= s["metadata"]["labels"].items()]
+        ports = {port["name"] for service in chosen for port in service["spec"]["ports"]}
+        if len(chosen) != 1 or {e["port"] for e in monitor["spec"]["endpoints"]} - ports:
+            return f"the monitor selects {len(chosen)} services, with the ports {sorted(ports)}"
+    recorded = {rule["record"] for r in found if r["kind"] == "PrometheusRule" for g in r["spec"]["groups"] for rule in g["rules"]}
+    for scaler in (r for r in found if r["kind"] == "HorizontalPodAutoscaler"):
+        missing = {metric["external"]["metric"]["name"] for metric in scaler["spec"]["metrics"]} - recorded
+        if missing:
+            return f"no rule records {sorted(missing)}"
+    return None
+
+
 def compose_fault(document, schema):
     errors = list(jsonschema.Draft202012Validator(schema).iter_errors(document))
     return f"{errors[0].json_path}: {errors[0].message[:200]}" if errors else None
@@ -54,7 +104,8 @@ def compose_fault(document, schema):
 
 def planted(resources, compose, schema):
     """Mistakes, each with what the check says of it."""
-    deployment = next(r for r in resources if r["kind"] == "Deployment")
+    deployment = next(r for r in resources if r["kind"] == "Deployment" and r["metadata"]["name"] == "mixfleet-router")
+    monitor = next(r for r in resources if r["kind"] == "ServiceMonitor")
 
     def spoiled(change, document):
         document = copy.deepcopy(document)
@@ -75,12 +126,13 @@ def planted(resources, compose, schema):
         ("a selector of nothing", lambda d: d["spec"]["template"]["metadata"]["labels"].pop("app.kubernetes.io/name")),
     ):
         yield what, kubernetes_fault(spoiled(change, deployment))
+    yield "an unknown field of a monitor", kubernetes_fault(spoiled(lambda d: d["spec"]["endpoints"][0].update(prot=1), monitor))
     yield "an unknown field of a service", compose_fault(spoiled(lambda d: d["services"]["router"].update(prots=[]), compose), schema)
 
 
 def main():
     schema = json.loads((Path(sys.argv[1]) / COMPOSE).read_text())
-    files = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+    files = sorted(path for path in (DEPLOY / "kubernetes").rglob("*.yaml") if path.name != "kustomization.yaml")
     resources = {path: [d for d in yaml.safe_load_all(path.read_text()) if d] for path in files}
     compose_file = DEPLOY / "compose.yaml"
     compose = yaml.safe_load(compose_file.read_text())
@@ -90,6 +142,8 @@ def main():
         failed += fault is None
     checks = [(path, f"{r.get('kind')} {r['metadata']['name']}", kubernetes_fault(r)) for path, found in resources.items() for r in found]
     checks.append((compose_file, "services " + ", ".join(compose["services"]), compose_fault(compose, schema)))
+    folders = sorted(path.parent for path in (DEPLOY / "kubernetes").rglob("kustomization.yaml"))
+    checks.extend((folder, "Kustomization", folder_fault(folder, resources)) for folder in folders)
     for path, what, fault in checks:
         print(f"{path}: {what}: {fault or 'ok'}")
         failed += fault is not None
