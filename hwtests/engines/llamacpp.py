@@ -17,9 +17,9 @@ STREAMS = 6
 
 
 class Engine:
-    def __init__(self, model, port):
+    def __init__(self, model, port, *more):
         self.address = f"127.0.0.1:{port}"
-        command = [sys.executable, "-B", str(HERE / "server.py"), model, str(port)]
+        command = [sys.executable, "-B", str(HERE / "server.py"), model, str(port), *map(str, more)]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         until = time.monotonic() + WAIT_S
         while True:

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 
+from chaos import restarts, two_pickers
 from envoy import Envoy
 from picker import Answered, Picker, Server, Setup
 
@@ -147,6 +148,10 @@ def main():
         check(bench.picker.process.poll() is None, "the picker is still there")
     with Setup() as setup:
         admission(setup, program, envoy)
+    with Setup() as setup:
+        restarts(setup, program, envoy, chat, check, until)
+    with Setup() as setup:
+        two_pickers(setup, program, envoy, chat, check)
 
 
 main()

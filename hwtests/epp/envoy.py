@@ -36,8 +36,9 @@ def picked(policy_of_none):
     return policy("override_host", override_host_sources=sources, selected_host_key=key, fallback_policy=policy_of_none)
 
 
-def processing(subset):
-    """The filters that have the picker asked. A subset is a hint that only these endpoints may be picked."""
+def processing(subset, allows):
+    """The filters that have the picker asked. A subset is a hint that only these endpoints may be picked; `allows` lets
+    requests pass while no picker answers."""
     modes = {f"{side}_{part}_mode": "SEND" for side in ("request", "response") for part in ("header", "trailer")}
     modes |= {f"{side}_body_mode": "FULL_DUPLEX_STREAMED" for side in ("request", "response")}
     processor = {
@@ -45,6 +46,7 @@ def processing(subset):
         "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "10s"},
         "processing_mode": modes,
         "message_timeout": "10s",
+        "failure_mode_allow": allows,
         "metadata_options": {
             "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
             "receiving_namespaces": {"untyped": ["envoy.lb"]},
@@ -59,7 +61,7 @@ def processing(subset):
     return filters
 
 
-def listener(name, pool, subset, has_picker):
+def listener(name, pool, subset, allows, has_picker):
     retries = {"retry_on": "connect-failure,refused-stream,reset-before-request,5xx", "num_retries": 2}
     route = {"match": {"prefix": "/"}, "route": {"cluster": pool, "timeout": "0s", "retry_policy": retries}}
     router = {"name": "envoy.filters.http.router",
@@ -69,7 +71,7 @@ def listener(name, pool, subset, has_picker):
         "stat_prefix": pool,
         "always_set_request_id_in_response": True,
         "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
-        "http_filters": (processing(subset) if has_picker else []) + [router],
+        "http_filters": (processing(subset, allows) if has_picker else []) + [router],
     }
     filters = [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
     return {"name": name, "per_connection_buffer_limit_bytes": 1 << 20, **at("127.0.0.1:0"),
@@ -77,7 +79,8 @@ def listener(name, pool, subset, has_picker):
 
 
 class Envoy:
-    """`fronts` has for each name a policy: picker, ("picker", subset), round_robin or least_request.
+    """`fronts` has for each name a policy: picker, ("picker", subset, whether requests pass without it), round_robin or
+    least_request.
 
     Afterwards it has for each name the address; the system chooses the ports. `endpoints` are addresses, or addresses by
     the name of a front.
@@ -95,11 +98,11 @@ class Envoy:
                                     health_checks=[check]))
         listeners = []
         for name, front in fronts.items():
-            kind, subset = front if isinstance(front, tuple) else (front, None)
+            kind, subset, allows = (*front, None, False)[:3] if isinstance(front, tuple) else (front, None, False)
             chosen = picked(policy("round_robin")) if kind == "picker" else policy(kind)
             own = endpoints[name] if isinstance(endpoints, dict) else endpoints
             clusters.append(cluster(f"pool-{name}", own, load_balancing_policy=chosen))
-            listeners.append(listener(name, f"pool-{name}", subset, kind == "picker"))
+            listeners.append(listener(name, f"pool-{name}", subset, allows, kind == "picker"))
         config = {"admin": at("127.0.0.1:0"), "static_resources": {"listeners": listeners, "clusters": clusters}}
         self.directory = tempfile.TemporaryDirectory(prefix="envoy-")
         path = pathlib.Path(self.directory.name) / "envoy.json"

@@ -48,8 +48,9 @@ class Server:
         known = self.turns.get(turn, 0) if turn else 0
         self.waiting += 1
         async with self.prompts:
-            self.waiting -= 1
+            self.waiting, self.running = self.waiting - 1, self.running + 1
             await asyncio.sleep(max(1, tokens - known) * self.token_s)
+            self.running -= 1
         if turn:
             self.turns[turn] = tokens
         return tokens

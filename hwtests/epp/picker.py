@@ -49,10 +49,14 @@ class Picker:
         self.file = tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False)
         self.file.close()
         self.write(servers, labels or [{} for _ in servers], objectives or {})
-        command = [program, "epp", "--pool", self.file.name, *words]
-        for flag in ("--listen", "--health", "--metrics"):
-            command += [flag, "127.0.0.1:0"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.command = [program, "epp", "--pool", self.file.name, *words]
+        self.metrics = self.listen = self.health = "127.0.0.1:0"
+        self.start()
+
+    def start(self):
+        """Starts it, again at the ports that it had."""
+        ports = ["--listen", self.listen, "--health", self.health, "--metrics", self.metrics]
+        self.process = subprocess.Popen([*self.command, *ports], stderr=subprocess.PIPE, text=True)
         self.log = []
         threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True).start()
         self.metrics = self.address("answers /live", "address")
@@ -95,9 +99,12 @@ class Picker:
         chosen = next(one for one in explanation["candidates"] if one["outcome"]["outcome"] == "chosen")
         return chosen["decode_device"].removeprefix("vllm:").removeprefix("llamacpp:"), explanation
 
-    def stop(self):
+    def kill(self):
         self.process.kill()
         self.process.wait()
+
+    def stop(self):
+        self.kill()
         pathlib.Path(self.file.name).unlink(missing_ok=True)
 
 
