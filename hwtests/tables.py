@@ -27,8 +27,6 @@ PROGRAM = os.environ.get("MIXFLEET", str(ROOT / "target/release/mixfleet"))
 TRACES = pathlib.Path(os.environ.get("TRACES", ROOT / "../shared/data/traces"))
 CONVERSATION = TRACES / "mooncake-conversation.jsonl.zst"
 AZURE = TRACES / "AzureLLMInferenceTrace_conv_2023.csv.zst"
-MEASURED = TRACES.parent / "measured"
-BF16 = ["--engine", "vllm", "--dtype", "bf16"]
 # topics that stand on a page with another name
 MOVED = {"memory": "scheduling", "replication": "scheduling"}
 POLICIES = ["random", "least-loaded", "cache-aware", "kvcache-centric", "per-dollar"]
@@ -107,21 +105,6 @@ def policies():
     return table(["", "mean TTFT, s", "90 % below, s", "blocks hit", "figure 5, s"], rows)
 
 
-def bandwidth():
-    order = ["cache-aware", "kvcache-centric", "per-dollar"]
-    runs = {}
-    for rate in [3.1, 6.2, 12.5, 25.0, 80.0]:
-        file = fleet("conversation.toml", (None, "nic_gb_per_s", rate))
-        for policy in order:
-            options = ["--jitter", "--admit", "none", *placing(policy)]
-            runs[rate, policy] = [simulate(CONVERSATION, file, "--seed", seed, *options) for seed in SEEDS]
-    rows = []
-    for rate in [3.1, 6.2, 12.5, 25.0, 80.0]:
-        means = ([run.result()["ttft_s"]["mean"] for run in runs[rate, policy]] for policy in order)
-        rows.append([f"{rate:g}"] + [spread(mean, 3) for mean in means])
-    return table(["GB/s", "cache-aware", "Algorithm 1", "per-dollar, equal prices"], rows)
-
-
 def swings(file):
     """Standard deviations of both pools' loads without the beginning and the end, and their correlation."""
     loads = {"prefill": [], "decode": []}
@@ -136,7 +119,7 @@ def swings(file):
 def overload():
     file = fleet("overload.toml")
     runs = {}
-    for speed in [2, 3, 4]:
+    for speed in [2, 3]:
         for admit in ["none", "early", "prediction"]:
             for seed in SEEDS:
                 timeline = os.path.join(scratch.name, f"{speed}-{admit}-{seed}.csv")
@@ -144,7 +127,7 @@ def overload():
                 options += ["--timeline", timeline, "--timeline-interval-s", 5]
                 runs[speed, admit, seed] = (simulate(CONVERSATION, file, *options), timeline)
     rows = []
-    for speed in [2, 3, 4]:
+    for speed in [2, 3]:
         for admit in ["none", "early", "prediction"]:
             results, swung = [], []
             for seed in SEEDS:
@@ -260,54 +243,6 @@ def capacity_70b():
     ])
 
 
-def imported(source, name, *options):
-    """The path of a profile made from published tables."""
-    path = os.path.join(scratch.name, f"{name}.json")
-    words = ["profile", "import", "--from", source, *options, "--out", path]
-    subprocess.run([PROGRAM, *words], check=True, capture_output=True)
-    return path
-
-
-def capacity_sources():
-    """What fleets carry with times from the catalog, from whole tables of kernels, and from an engine's tables."""
-    run = str(MEASURED / "rtx4090-llama-3.1-8b")
-    tables = {
-        "h100": imported("aiconfigurator", "h100", str(MEASURED), "--device", "h100_sxm", *BF16),
-        "l40s": imported("aiconfigurator", "l40s", str(MEASURED), "--device", "l40s", *BF16),
-        "rtx4090": imported("llmservingsim", "rtx4090", run, "--as", "device"),
-    }
-    engine = imported("llmservingsim", "engine", run)
-    pools = ["h100", "rtx4090", "l40s"]
-    wide = [(None, "ttft_s", 10.0), (None, "tbt_s", 0.1)]
-    runs = []
-    for label, count in [("2 H100 + 6 RTX 4090 + 3 L40S", {}), ("4 H100", {"h100": 4}), ("27 RTX 4090", {"rtx4090": 27}),
-                         ("11 L40S", {"l40s": 11})]:
-        used = [pool for pool in pools if pool in count or not count]
-        of = [(pool, None, None) for pool in pools if pool not in used]
-        of += [(pool, "count", number) for pool, number in count.items()]
-        for title, trace, slo, policy in [("A conv", AZURE, [], "least-loaded"), ("M conv", CONVERSATION, wide, "cache-aware")]:
-            if (title, label) == ("M conv", "27 RTX 4090"):
-                continue
-            sources = {"catalog": [], "kernels": [(pool, "device", f'"{tables[pool]}"') for pool in used]}
-            if used == ["rtx4090"]:
-                sources["engine"] = [("rtx4090", "device", f'"{engine}"')]
-            options = ["--seed", 1, "--policy", policy, "--admit", "none", "--capacity"]
-            options += ["--jitter"] if trace == CONVERSATION else []
-            made = {name: simulate(trace, fleet("mixed-8b.toml", *slo, *of, *changes), *options) for name, changes in sources.items()}
-            runs.append((title, label, made))
-    rows = []
-    for title, label, made in runs:
-        found = {name: run.result() for name, run in made.items()}
-        rents = {name: result and result["requests_per_usd"] for name, result in found.items()}
-        cells = [title, label]
-        for name in ["catalog", "kernels", "engine"]:
-            rent, base = rents.get(name), rents["catalog"]
-            moved = "" if name == "catalog" or not (rent and base) else f" ({100 * (rent / base - 1):+.1f} %)"
-            cells.append("" if name not in rents else f"**{rent:.0f}**{moved}" if rent else "-")
-        rows.append(cells)
-    return table(["", "", "catalog", "all published kernel times", "an engine's tables"], rows)
-
-
 def replication(trace, rates):
     rows, runs = [], {}
     order = ["cache-aware", "kvcache-centric", "per-dollar"]
@@ -367,14 +302,11 @@ WEIGHTS = [0, 2]
 
 TABLES = {
     "scheduling-policies": policies,
-    "scheduling-bandwidth": bandwidth,
     "scheduling-overload": overload,
     "split": split,
     "capacity-8b": capacity_8b,
     "capacity-70b": capacity_70b,
-    "capacity-sources": capacity_sources,
     "replication-conversation": lambda: replication(CONVERSATION, [10]),
-    "memory-auto-azure": lambda: memory("memory-auto.toml", AZURE, [7], WEIGHTS, 3000),
     "memory-auto-conversation": lambda: memory("memory-auto.toml", CONVERSATION, [0.4], WEIGHTS, 1500),
     "memory-split-azure": lambda: memory("memory-split.toml", AZURE, [5], WEIGHTS, 3000),
 }
