@@ -10,7 +10,7 @@
 #   hwtests/gpu.sh plan          the steps of each call and their limits in seconds
 #
 # A call ends with one archive, $OUT/gpu-CALL.tar.gz, which is written after each step, and every few seconds
-# between: it is there however the call ends. `hwtests/gpu/report.py gpu-*.tar.gz` makes docs/results/cuda.md of all.
+# between: it is there however the call ends. `hwtests/gpu/report.py gpu-*.tar.gz` makes the tables of docs/results/cuda.md.
 # What cannot be run here is skipped, which is said and recorded. Relative paths are from the folder above hwtests.
 # Exit code: 0 all passed, 1 a step failed, 2 usage, 3 no GPU or no binary, 143 ended from outside.
 #

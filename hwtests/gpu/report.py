@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Writes docs/results/cuda.md from the measurements of gpu.sh: correctness, and rates beside torch and the part's limits.
+"""Writes tables from the measurements of gpu.sh: correctness, and rates beside torch and the part's limits. Those that
+docs/results/cuda.md cites are copied there.
 
-    hwtests/gpu/report.py gpu-1.tar.gz gpu-2.tar.gz gpu-3.tar.gz > docs/results/cuda.md
+    hwtests/gpu/report.py gpu-1.tar.gz gpu-2.tar.gz gpu-3.tar.gz > tables.md
 
 Each argument is an archive of a call or a folder with its files; of a file that is in several, the last one counts.
 What is not there is reported as not measured. Exit code 3 if there is nothing at all.

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 /// Words of all pages together, and length of a cell in characters: two lines of a rendered table.
-const WORDS_MAX: usize = 21_000;
+const WORDS_MAX: usize = 16_500;
 const CELL_MAX: usize = 240;
 const PARAGRAPH_LINES_MAX: usize = 6;
 
