@@ -1,7 +1,7 @@
 //! The profile document: measurements, method, machine and conditions.
 //!
-//! `docs/reference/profile-format.md` explains every field; `docs/schema/profile-1.json` is generated from
-//! here.
+//! `docs/schema/profile-1.json`, which describes every field, is generated from here;
+//! `docs/reference/profile-format.md` explains the names of points.
 //! Added fields keep the version, so readers must ignore what they do not know.
 
 use super::control::Control;
