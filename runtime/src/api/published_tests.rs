@@ -130,7 +130,7 @@ fn written(template: &ChatTemplate, style: ToolStyle) -> Result<String, String> 
             render(&messages, false).map_err(|error| error.to_string())?
         }
     };
-    let common =
+    let common: usize =
         before.chars().zip(whole.chars()).take_while(|(a, b)| a == b).map(|(a, _)| a.len_utf8()).sum();
     let answer = match style {
         ToolStyle::Harmony => &whole[common..],

@@ -7,6 +7,7 @@ use super::compiled::BegunGrammar;
 use crate::grammar::{Grammar, GrammarRun};
 use crate::request::{AnswerMinimum, AnswerVocabulary, GenerateRequest};
 use crate::sampling::Penalties;
+use std::sync::Arc;
 
 /// Subtracted from the logit of a forbidden token, so that it weighs nothing. It is finite, since shaders
 /// need not know infinity.
@@ -50,7 +51,7 @@ impl MaskedVocabulary {
 
     /// The tokens that must not follow `output`.
     fn masked<'a>(&'a self, output: &'a [u32]) -> impl Iterator<Item = u32> + 'a {
-        let completes = |word: &&'a Arc<[u32]>| output.ends_with(&word[..word.len() - 1]);
+        let completes = move |word: &&'a Arc<[u32]>| output.ends_with(&word[..word.len() - 1]);
         let last = self.bad_words.iter().filter(completes).filter_map(|word| word.last());
         self.outside.iter().chain(last).copied()
     }
@@ -150,7 +151,6 @@ mod tests {
     use crate::request::{Hints, Sampling};
     use mixfleet_scheduler::fleet::PartyId;
     use std::collections::BTreeMap;
-    use std::sync::Arc;
 
     #[test]
     fn what_is_forbidden_weighs_nothing_and_other_penalties_stay() {

@@ -14,8 +14,8 @@ pub trait Text: Debug {
     /// Number of tokens when the sequence is added.
     fn length(&self) -> u32;
 
-    /// Number of further rows that could run beside its last token's: those whose tokens, and the tokens to be
-    /// drawn from them, are known.
+    /// Number of further rows that could run beside its last token's: those whose tokens, and the tokens that
+    /// are drawn from them, are known.
     fn known_ahead(&self) -> u32 {
         0
     }

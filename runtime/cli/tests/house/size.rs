@@ -17,15 +17,15 @@ const LINES: &[(&str, usize)] = &[
     ("backends/wire", 6469),
     ("hal", 5990),
     ("hwtests", 12_416),
-    ("runtime", 42_300),
+    ("runtime", 42_530),
     ("runtime/cli", 16_000),
     ("runtime/engines", 3125),
     ("runtime/epp", 784),
     ("runtime/fuzz", 1194),
     ("runtime/planner", 1216),
     ("runtime/report", 754),
-    ("runtime/sim", 8293),
-    ("scheduler", 16_352),
+    ("runtime/sim", 8320),
+    ("scheduler", 16_403),
 ];
 
 /// One in this many removed lines may grow again before the budget must fall.
