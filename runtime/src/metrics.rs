@@ -8,6 +8,7 @@
 mod engines;
 mod exchange;
 mod meter;
+mod states;
 mod vllm;
 
 pub use engines::{
@@ -15,7 +16,9 @@ pub use engines::{
     ServedLabels,
 };
 pub use exchange::ExchangeLabels;
-pub(crate) use meter::Noted;
+pub(crate) use meter::{Noted, RequestPhases};
+pub(crate) use states::{NOT_AS_DECLARED, StateHolder};
+pub use states::{ServingState, StateLabels};
 
 use crate::request::FinishReason;
 use crate::trace::Traces;
@@ -30,6 +33,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Metric, Registry, Unit};
+use states::StateRecords;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -170,6 +174,7 @@ pub struct Metrics {
     /// The second names, once the model is known.
     vllm: Arc<OnceLock<Registry>>,
     meter: Arc<Mutex<Meter>>,
+    states: Arc<Mutex<StateRecords>>,
     /// Where spans of the same requests go.
     pub traces: Traces,
     /// `mixfleet_http_responses_total{route,status}`: responses begun, by the API.
@@ -233,6 +238,13 @@ pub struct Metrics {
     pub instances: Gauge,
     /// `mixfleet_serves`: 1 while some pair of instances can prefill and decode, else 0, by the engine.
     pub serves: Gauge,
+    /// `mixfleet_instance_up{device}`: 1 while an instance answers, 0 once it is lost, by the engine.
+    pub instance_up: Family<DeviceLabels, Gauge>,
+    /// `mixfleet_engine_up{device}`: 1 while an external engine answers, else 0, by the gateway.
+    pub engine_up: Family<DeviceLabels, Gauge>,
+    /// `mixfleet_device_state{device,state}`: 1 for the state of an instance or external engine, 0 for the
+    /// others.
+    pub device_state: Family<StateLabels, Gauge>,
     /// `mixfleet_instances_silent_total`: instances lost because they had work and reported no progress, by
     /// the engine.
     pub instances_silent: Counter,
@@ -444,6 +456,9 @@ impl Metrics {
             device_idle_usd: plain(to, "device_idle_usd", "Rent of a device while it had none"),
             instances: plain(to, "instances", "Instances that take requests"),
             serves: plain(to, "serves", "Whether some pair of instances can prefill and decode"),
+            instance_up: plain(to, "instance_up", "Whether an instance answers"),
+            engine_up: plain(to, "engine_up", "Whether an external engine answers"),
+            device_state: plain(to, "device_state", "Whether an instance or engine is in this state"),
             instances_silent: plain(to, "instances_silent", "Instances lost because they were silent"),
             worker_panics: plain(to, "worker_panics", "Instances lost to a mistake in this program"),
             engine_faults: plain(to, "engine_faults", "Requests that an engine did not answer"),
@@ -513,6 +528,7 @@ impl Metrics {
             registry: Arc::new(registry),
             vllm: Arc::default(),
             meter: Arc::default(),
+            states: Arc::default(),
             traces: Traces::default(),
         }
     }
@@ -547,6 +563,7 @@ impl Metrics {
     /// Distributes the rent of devices until now, so that idle rent is counted too.
     pub fn settle(&self, now: Seconds) {
         self.meter().settle(now, self);
+        self.prune_states(now);
     }
 
     /// Processes an event of the fleet machine, and its actions.
@@ -567,6 +584,11 @@ impl Metrics {
     /// Dollars that a request has cost since it was last placed.
     pub(crate) fn usd(&self, request: RequestId, now: Seconds) -> Option<f64> {
         self.meter().usd(request, now, self)
+    }
+
+    /// The phases of a request that is complete now, if its first token was seen.
+    pub(crate) fn phases(&self, request: RequestId, now: Seconds) -> Option<RequestPhases> {
+        self.meter().phases(request, now)
     }
 
     /// Counts choices that were answered in full.
@@ -597,12 +619,12 @@ impl Metrics {
 
 impl Metrics {
     /// Records the corrections of the predictions for an instance of `fleet`, and logs whether it has become
-    /// another part than the declared one, or is as declared again.
-    pub(crate) fn learned(&self, device: &str, fleet: &Fleet, instance: InstanceId) {
+    /// another part than the declared one, or is as declared again. True if that has changed.
+    pub(crate) fn learned(&self, device: &str, fleet: &Fleet, instance: InstanceId) -> bool {
         let (Some(corrections), Some(is_as_declared)) =
             (fleet.learned(instance), fleet.is_as_declared(instance))
         else {
-            return;
+            return false;
         };
         let sizes = ["small", "medium", "large"].into_iter();
         let prefill = sizes.clone().zip(corrections.prefill).map(|(size, factor)| ("prefill", size, factor));
@@ -622,6 +644,12 @@ impl Metrics {
             (true, true) => tracing::info!(device, ?prefill, ?step, "it is as declared again"),
             _ => {}
         }
+        was_degraded == is_as_declared
+    }
+
+    /// Whether a device is known not to be the declared part.
+    pub(crate) fn is_degraded(&self, device: &str) -> bool {
+        self.device_degraded.get_or_create(&DeviceLabels { device: device.into() }).get() > 0
     }
 
     /// Records a request's times, and their predictions before and after correction.

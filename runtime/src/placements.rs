@@ -1,7 +1,8 @@
 //! The most recent placement decisions with their explanations, for `/debug/placement`.
 
+use crate::metrics::RequestPhases;
 use mixfleet_scheduler::fleet::Explanation;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -72,11 +73,25 @@ impl Placements {
 
     /// Adds a request's cost, in dollars, to its displayed record.
     pub(crate) fn cost(&self, id: &str, usd: f64) {
+        self.amend(id, "cost_usd", usd.into());
+    }
+
+    /// Adds a request's phases and number of tokens to its displayed record.
+    pub(crate) fn phases(&self, id: &str, phases: RequestPhases, tokens: Option<u32>) {
+        let RequestPhases { queue, prefill, decode } = phases;
+        let phases = json!({
+            "queue_s": queue.0, "prefill_s": prefill.0, "decode_s": decode.0, "tokens": tokens,
+        });
+        self.amend(id, "phases", phases);
+    }
+
+    /// Sets a field of a displayed record, if it is still kept.
+    fn amend(&self, id: &str, field: &str, value: Value) {
         let mut kept = self.lock();
         let Some(number) = kept.numbers.get(id).copied() else { return };
         let known = kept.entries.get_mut(&number).and_then(|known| known.explanation.as_mut());
         if let Some(explanation) = known {
-            explanation["cost_usd"] = usd.into();
+            explanation[field] = value;
         }
     }
 

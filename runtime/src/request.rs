@@ -363,6 +363,14 @@ impl Rejection {
             _ => Rejection::Unavailable(reason.to_string()),
         }
     }
+
+    /// The same, which says why nothing takes requests, if that is so.
+    pub(crate) fn explained(self, why: Option<String>) -> Self {
+        match (self, why) {
+            (Rejection::Unavailable(_), Some(why)) => Rejection::Unavailable(why),
+            (rejection, _) => rejection,
+        }
+    }
 }
 
 /// Updates of a request that are sent once each, besides its tokens: its placement, its start and its end.

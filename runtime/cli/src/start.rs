@@ -120,7 +120,11 @@ pub(crate) fn engine(
     };
     let digest = Digest::kept(&model.checkpoint);
     let has_disk = choice.instances.tiers.kv_ssd.is_some();
+    let chosen: Vec<String> = choice.instances.devices.iter().map(|one| one.device.clone()).collect();
+    metrics.loading(env.now(), &chosen);
     let instances = instances(model, args, &choice.instances, &identity, &digest, env)?;
+    let ids: Vec<String> = instances.iter().map(|(loaded, _)| loaded.id()).collect();
+    metrics.loading(env.now(), &ids);
     let context = context(model, &instances);
     let pools = InstancePools::of(&instances);
     let devices = instances.iter().flat_map(|(loaded, _)| loaded.devices().cloned()).collect();

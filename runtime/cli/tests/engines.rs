@@ -396,14 +396,74 @@ fn where_no_engine_answers_the_client_is_told_so() {
 
     only.die();
     server.wait_for("engine lost");
-    assert_eq!(server.post("/v1/chat/completions", &chat(4, false)).0, 503);
-    let (status, _) = server.call("GET", "/health", "", "");
-    assert_eq!(status, 503);
+    let (status, answer) = server.post("/v1/chat/completions", &chat(4, false));
+    let message = answer["error"]["message"].as_str().unwrap();
+    let parts = ["no engine answers: ", &format!("vllm:{} is down for ", only.address), "--worker-engine"];
+    assert!(status == 503 && parts.iter().all(|part| message.contains(part)), "{answer}");
+    let (status, health) = server.call("GET", "/health", "", "");
+    assert_eq!((status, health.as_str()), (503, "{\"status\":\"no engine answers\"}"));
     only.set(Mood::Well);
     only.live();
     server.seen.clear();
     server.wait_for("engine up");
     assert_eq!(server.post("/v1/chat/completions", &chat(4, false)).0, 200);
+}
+
+/// The state of an engine and its reason, as `/debug/states` has them.
+fn state_of(server: &Server, device: &str) -> (String, String) {
+    let (_, text) = server.call("GET", "/debug/states", "", "");
+    let listed: Value = serde_json::from_str(&text).unwrap();
+    let shown = listed["data"].as_array().unwrap().iter().find(|shown| shown["device"] == device).unwrap();
+    assert_eq!(shown["kind"], "engine");
+    let word = |name: &str| shown[name].as_str().unwrap().to_owned();
+    (word("state"), word("reason"))
+}
+
+#[test]
+fn a_killed_engine_is_down_on_every_view_and_back_when_it_answers() {
+    let (dead, other) = (FakeEngine::start("vllm", "m"), FakeEngine::start("vllm", "m"));
+    let mut server = gateway(&[(&dead, "vllm", UNMEASURED), (&other, "vllm", UNMEASURED)], &[]);
+    let name = format!("vllm:{}", dead.address);
+    let up = format!("mixfleet_engine_up{{device=\"{name}\"}} ");
+    let down = format!("mixfleet_device_state{{device=\"{name}\",state=\"down\"}} ");
+    assert_eq!(state_of(&server, &name), ("healthy".into(), String::new()));
+    assert_eq!((metric(&server, &up), metric(&server, &down)), (1.0, 0.0));
+
+    dead.die();
+    server.wait_for("to=\"down\"");
+    let line = server.seen.lines().last().unwrap();
+    assert!(line.contains(&name) && line.contains("state changed") && line.contains("reason="), "{line}");
+    let (state, reason) = state_of(&server, &name);
+    assert!(state == "down" && !reason.is_empty(), "{state}: {reason}");
+    assert_eq!((metric(&server, &up), metric(&server, &down)), (0.0, 1.0));
+    let alive = format!("mixfleet_engine_up{{device=\"vllm:{}\"}} ", other.address);
+    assert_eq!(metric(&server, &alive), 1.0);
+    assert_eq!(server.call("GET", "/health", "", "").0, 200, "the other one answers");
+
+    dead.live();
+    server.seen.clear();
+    server.wait_for("to=\"healthy\"");
+    assert_eq!(state_of(&server, &name), ("healthy".into(), String::new()));
+    assert_eq!((metric(&server, &up), metric(&server, &down)), (1.0, 0.0));
+}
+
+#[test]
+fn before_any_engine_answers_the_503_says_which_and_why() {
+    let address = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let server = Server::loading(&[&format!("--worker-engine=vllm:http://{address}")]);
+    let until = Instant::now() + Duration::from_secs(60);
+    loop {
+        let (status, answer) = server.post("/v1/chat/completions", &chat(4, false));
+        let message = answer["error"]["message"].as_str().unwrap();
+        assert_eq!(status, 503, "{answer}");
+        if message.contains(&format!("vllm:{address} is down for ")) && message.contains("--worker-engine") {
+            break;
+        }
+        assert!(Instant::now() < until, "{answer}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let (status, health) = server.call("GET", "/health", "", "");
+    assert_eq!((status, health.as_str()), (503, "{\"status\":\"no engine answers\"}"));
 }
 
 #[test]

@@ -336,6 +336,7 @@ impl Api {
     /// draining.
     pub fn drain(&self) {
         *self.lock() = Phase::Draining;
+        self.metrics.drain_states(self.env.now());
     }
 
     fn phase(&self) -> Phase {
@@ -346,7 +347,9 @@ impl Api {
         match self.phase() {
             Phase::Ready(serving) => Ok(serving),
             Phase::Loading => {
-                Err(ApiError::unavailable("loading", "the model is still loading", RETRY_AFTER_S))
+                let why = self.metrics.why_none_serves(self.env.now());
+                let message = why.unwrap_or_else(|| "the model is still loading".into());
+                Err(ApiError::unavailable("loading", message, RETRY_AFTER_S))
             }
             Phase::Draining => {
                 Err(ApiError::unavailable("draining", "this server is shutting down", RETRY_AFTER_S))

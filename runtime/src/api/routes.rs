@@ -54,6 +54,7 @@ impl Api {
             .route("/debug/placement", get(placements))
             .route("/debug/placement/{id}", get(placement))
             .route("/debug/kv", get(caches))
+            .route("/debug/states", get(states))
             .fallback(async || ApiError::not_found("there is nothing at this address"))
             .method_not_allowed_fallback(async || ApiError::method())
             .layer(middleware::from_fn_with_state(self.clone(), around))
@@ -119,10 +120,11 @@ fn is_sane(id: &HeaderValue) -> bool {
 async fn health(State(api): State<Arc<Api>>) -> Response {
     let (status, word) = match api.phase() {
         Phase::Ready(_) if api.metrics.serves.get() == 0 => {
-            (StatusCode::SERVICE_UNAVAILABLE, "no pair of instances can serve")
+            let cause = api.metrics.none_serves().unwrap_or("no pair of instances can serve");
+            (StatusCode::SERVICE_UNAVAILABLE, cause)
         }
         Phase::Ready(_) => (StatusCode::OK, "ok"),
-        Phase::Loading => (StatusCode::SERVICE_UNAVAILABLE, "loading"),
+        Phase::Loading => (StatusCode::SERVICE_UNAVAILABLE, api.metrics.none_serves().unwrap_or("loading")),
         Phase::Draining => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
     };
     document(status, &json!({ "status": word }))
@@ -183,6 +185,18 @@ async fn placement(
     let gone = || ApiError::not_found("there is no record of a placement of this request");
     let explanation = api.placements.explain(&one(id)?, |owner| caller.tenant.may_see(owner));
     Ok(document(StatusCode::OK, &explanation.ok_or_else(gone)?))
+}
+
+/// States of instances and engines, with reasons, for keys that see everything.
+async fn states(
+    State(api): State<Arc<Api>>,
+    Extension(caller): Extension<TenantCaller>,
+) -> Result<Response, ApiError> {
+    if !caller.tenant.may_see(None) {
+        return Err(ApiError::not_found("this key does not see states"));
+    }
+    let data = api.metrics.states(api.env.now());
+    Ok(document(StatusCode::OK, &json!({ "object": "list", "data": data })))
 }
 
 /// State of the engines' caches, for keys that see everything.

@@ -6,6 +6,7 @@
 use super::coordinator::Coordinator;
 use super::transfers::Transferred;
 use crate::request::{Failure, FinishReason, Logprobs, Update};
+use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::{Error, ErrorKind};
 use mixfleet_scheduler::batch::RequestId;
 use mixfleet_scheduler::fleet::{Action, Event, RejectReason};
@@ -72,8 +73,13 @@ impl Coordinator {
         let Some(reason) = finish_of_all else { return };
         let tracked = self.requests.remove(&request).expect("still there");
         // before the client can ask for it
-        if let Some(usd) = self.metrics.usd(request, self.env.now()) {
+        let now = self.env.now();
+        if let Some(usd) = self.metrics.usd(request, now) {
             self.placements.cost(&tracked.wanted.id, usd);
+        }
+        if let Some(phases) = self.metrics.phases(request, now) {
+            let tokens = to_u32(tracked.generated.len());
+            self.placements.phases(&tracked.wanted.id, phases, Some(tokens));
         }
         self.note_over(request, &tracked.wanted, true);
         tracked.tell(Update::Finished { reason });

@@ -19,9 +19,7 @@ use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::batch::{BatchLoad, RequestId, Urgency};
-use mixfleet_scheduler::fleet::{
-    Action, Arrival, Event, Explanation, InstanceId, Objective, PromptChain, RejectReason,
-};
+use mixfleet_scheduler::fleet::{Action, Arrival, Event, Explanation, InstanceId, Objective, PromptChain};
 use mixfleet_scheduler::kv::hash::PrefixHasher;
 use mixfleet_scheduler::quarantine::Quarantine;
 use mixfleet_scheduler::transfer::{KvTransfers, PrefixSource, Reporter};
@@ -279,7 +277,8 @@ impl Coordinator {
             }
             Err((reason, retry_after)) => {
                 self.placements.decided(&wanted.id, &explanation, &[]);
-                refuse(admitted, &reason, retry_after);
+                let why = self.metrics.why_none_serves(self.env.now());
+                let _ = admitted.send(Err(Rejection::new(&reason, retry_after).explained(why)));
             }
         }
     }
@@ -430,12 +429,4 @@ impl Coordinator {
     fn gauge(&self, instance: InstanceId, load: &BatchLoad) {
         self.metrics.load(&self.instances[&instance].device, load);
     }
-}
-
-fn refuse(
-    admitted: oneshot::Sender<Result<(), Rejection>>,
-    reason: &RejectReason,
-    retry_after: Option<Seconds>,
-) {
-    let _ = admitted.send(Err(Rejection::new(reason, retry_after)));
 }

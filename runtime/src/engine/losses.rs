@@ -8,6 +8,7 @@ use super::transfers::Transferred;
 use super::watch::check_instance;
 use crate::env::Task;
 use crate::front::Decision;
+use crate::metrics::{ServingState, StateHolder};
 use crate::request::Failure;
 use mixfleet_hal::DType;
 use mixfleet_hal::cast::to_i64;
@@ -48,6 +49,8 @@ impl Coordinator {
         let handle = InstanceHandle { device, kv, codes, block_tokens, silence_max, heard_at };
         self.instances.insert(instance.id, handle);
         self.metrics.loaded(&instance);
+        let holder = (StateHolder::Instance, &*instance.device);
+        self.metrics.enter_state(self.env.now(), holder, ServingState::Healthy, "");
         self.fleet_step(Event::InstanceUp(instance));
         self.count_instances();
     }
@@ -63,6 +66,8 @@ impl Coordinator {
         let Some(InstanceHandle { device, .. }) = self.instances.remove(&instance) else { return };
         self.metrics.unload(&device);
         tracing::error!(%device, %error, "instance lost; its requests continue elsewhere");
+        let holder = (StateHolder::Instance, &*device);
+        self.metrics.enter_state(self.env.now(), holder, ServingState::Down, &error.to_string());
         self.transfer(Transferred::InstanceDown { instance });
         self.links.forget(instance);
         let lost = self.fleet_step(Event::InstanceDown { instance });

@@ -4,6 +4,7 @@
 //! moment, so that requests go elsewhere while others wait for memory to be freed, and is then tried again.
 
 use super::coordinator::Coordinator;
+use crate::metrics::{NOT_AS_DECLARED, ServingState, StateHolder};
 use crate::request::Failure;
 use mixfleet_hal::units::Seconds;
 use mixfleet_hal::{Error, ErrorKind};
@@ -132,7 +133,14 @@ impl Coordinator {
         }
         let device = handle.device.clone();
         self.fleet_step(Event::Measured { instance, steps });
-        self.metrics.learned(&device, self.front.machine(), instance);
+        if self.metrics.learned(&device, self.front.machine(), instance) {
+            let is_degraded = self.metrics.is_degraded(&device);
+            let (state, reason) = match is_degraded {
+                true => (ServingState::Degraded, NOT_AS_DECLARED),
+                false => (ServingState::Healthy, ""),
+            };
+            self.metrics.enter_state(self.env.now(), (StateHolder::Instance, &device), state, reason);
+        }
     }
 
     /// Handles a change of an instance's work for other routers.

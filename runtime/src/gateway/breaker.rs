@@ -53,6 +53,11 @@ impl Breaker {
         self.phase != BreakerPhase::Closed
     }
 
+    /// The latest failure, while it is suspended.
+    pub(super) fn open_fault(&self) -> Option<&str> {
+        self.is_open().then_some(self.fault.as_str())
+    }
+
     /// Whether the pause is over and no request tries it yet.
     fn is_due(&self, now: Seconds) -> bool {
         matches!(self.phase, BreakerPhase::Open { until, .. } if until <= now)

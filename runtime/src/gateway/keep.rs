@@ -5,7 +5,7 @@ use super::cached::KV_DTYPE;
 use super::calibrate::calibrate;
 use super::{BLOCK_TOKENS, CONTEXT, EngineSpec, Gateway, OTHERS_MAX, SEQUENCES};
 use crate::env::SharedEnv;
-use crate::metrics::DeviceLabels;
+use crate::metrics::{DeviceLabels, Metrics, ServingState, StateHolder};
 use mixfleet_hal::cast::{to_i64, to_u32};
 use mixfleet_hal::outside::{EngineFault, EngineFaultKind, EngineState};
 use mixfleet_scheduler::cost::CostModel;
@@ -22,7 +22,12 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 const STEP_TOKENS: u32 = 2048;
 
 /// The model's name for clients, once an engine answers.
-pub(super) async fn first_name(env: &SharedEnv, given: Option<String>, specs: &[EngineSpec]) -> String {
+pub(super) async fn first_name(
+    env: &SharedEnv,
+    given: Option<String>,
+    specs: &[EngineSpec],
+    metrics: &Metrics,
+) -> String {
     let mut said = vec![String::new(); specs.len()];
     loop {
         let probes = specs.iter().map(|spec| spec.engine.probe());
@@ -31,6 +36,10 @@ pub(super) async fn first_name(env: &SharedEnv, given: Option<String>, specs: &[
                 Ok(EngineState { models, .. }) => models.into_iter().next().map(|model| model.name),
                 Err(fault) => {
                     let words = fault.to_string();
+                    if fault.kind != EngineFaultKind::Vacant {
+                        let holder = (StateHolder::Engine, specs[at].engine.name());
+                        metrics.enter_state(env.now(), holder, not_serving(fault.kind), &words);
+                    }
                     if said[at] != words && fault.kind != EngineFaultKind::Vacant {
                         tracing::warn!(
                             engine = specs[at].engine.name(),
@@ -65,6 +74,11 @@ pub(super) async fn keep(gateway: Weak<Gateway>, at: usize) {
         let Some(strong) = gateway.upgrade() else { return };
         strong.look_at(at).await;
     }
+}
+
+/// The state of an engine that gives this fault to a probe.
+fn not_serving(kind: EngineFaultKind) -> ServingState {
+    if kind == EngineFaultKind::Busy { ServingState::Loading } else { ServingState::Down }
 }
 
 /// Layout and dtype of an engine's KV, as far as it tells what they depend on.
@@ -147,6 +161,7 @@ impl Gateway {
         let mut state = self.lock();
         let seat = &mut state.seats[at];
         (seat.instance, seat.context, seat.rests) = (Some(instance.clone()), context, false);
+        (seat.is_leaving, seat.is_vacant, seat.said) = (told.leaving, false, String::new());
         (seat.others, seat.others_seen) = (0, 0);
         seat.breaker.restarted(now);
         seat.hand_offs = Breaker::default();
@@ -168,6 +183,7 @@ impl Gateway {
         let mut state = self.lock();
         let seat = &mut state.seats[at];
         seat.hand_offs.try_again(now);
+        seat.is_leaving = told.leaving;
         if std::mem::replace(&mut seat.rests, told.leaving) != told.leaving {
             self.count_instances(&state);
         }
@@ -196,7 +212,10 @@ impl Gateway {
         let seat = &mut state.seats[at];
         let words = fault.to_string();
         let is_said = std::mem::replace(&mut seat.said, words.clone()) == words;
+        seat.is_vacant = fault.kind == EngineFaultKind::Vacant;
+        seat.is_loading = not_serving(fault.kind) == ServingState::Loading;
         if seat.instance.take().is_none() {
+            self.count_instances(&state);
             drop(state);
             if !is_said && fault.kind != EngineFaultKind::Vacant {
                 tracing::warn!(engine, %fault, "an engine does not serve");

@@ -45,7 +45,7 @@ use crate::engine::EngineConfig;
 use crate::env::SharedEnv;
 use crate::events::{EventLog, LoggedFleet};
 use crate::front::{Decision, Front, Placed, Rejected};
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, NOT_AS_DECLARED, ServingState, StateHolder};
 use crate::placements::Placements;
 use crate::request::Hints;
 use breaker::Breaker;
@@ -203,6 +203,10 @@ struct EngineSeat {
     context: u32,
     /// Whether it is unreachable or leaving, and gets no work until a probe shows that it is back.
     rests: bool,
+    /// Whether it is leaving: it is no longer listed, and ends its requests.
+    is_leaving: bool,
+    /// The latest fault that made it rest.
+    rest_reason: String,
     /// Suspends it while it fails repeatedly.
     breaker: Breaker,
     /// Requests from here in progress there.
@@ -217,8 +221,11 @@ struct EngineSeat {
     others_seen: u32,
     /// Suspends hand-offs of KV to it and from it while they fail.
     hand_offs: Breaker,
-    /// Why it did not serve at the latest failed probe.
+    /// Why it did not serve at the latest failed probe, and whether that is for want of its model.
     said: String,
+    is_loading: bool,
+    /// Whether nothing is expected at its address.
+    is_vacant: bool,
     cache: cached::EngineCache,
     /// Layout and dtype of its KV, as far as it tells them.
     kv_form: String,
@@ -286,7 +293,7 @@ impl GatewayParts {
     /// Waits for the first engine that answers, and starts.
     pub async fn start(self, specs: Vec<EngineSpec>) -> Arc<Gateway> {
         let GatewayParts { env, name, limits, events, placements, metrics, canaries } = self;
-        let name = keep::first_name(&env, name, &specs).await;
+        let name = keep::first_name(&env, name, &specs, &metrics).await;
         let kv_bytes_per_token = specs.iter().filter_map(|spec| spec.kv_bytes_per_token).max();
         let fleet = FleetConfig {
             drop_at_decode: false,
@@ -450,7 +457,8 @@ impl Gateway {
         self.metrics.engine_failed(engine, fault.kind);
         if matches!(fault.kind, EngineFaultKind::Unreachable | EngineFaultKind::Cut) {
             let mut state = self.lock();
-            state.seats[at].rests = true;
+            let seat = &mut state.seats[at];
+            (seat.rests, seat.rest_reason) = (true, fault.to_string());
             self.count_instances(&state);
             drop(state);
             self.members[at].look.notify_one();
@@ -472,8 +480,40 @@ impl Gateway {
         // in any role, and even while it is suspended
         let serves = |seat: &EngineSeat| seat.instance.is_some() && !seat.rests;
         self.metrics.serves.set(state.seats.iter().any(serves).into());
+        let now = self.env.now();
         for (at, seat) in state.seats.iter().enumerate() {
-            self.metrics.engine_rests_now(self.engine(at).name(), seat.breaker.is_open());
+            let engine = self.engine(at).name();
+            self.metrics.engine_rests_now(engine, seat.breaker.is_open());
+            if seat.is_vacant {
+                self.metrics.leave_state(engine);
+                continue;
+            }
+            if seat.instance.is_none() && seat.said.is_empty() {
+                // it has not been probed yet
+                continue;
+            }
+            let (serving, reason) = seat.state(self.metrics.is_degraded(engine));
+            self.metrics.enter_state(now, (StateHolder::Engine, engine), serving, &reason);
+        }
+    }
+}
+
+impl EngineSeat {
+    /// Its state, and the reason.
+    fn state(&self, is_other_part: bool) -> (ServingState, String) {
+        if self.instance.is_none() {
+            let state = if self.is_loading { ServingState::Loading } else { ServingState::Down };
+            (state, self.said.clone())
+        } else if self.is_leaving {
+            (ServingState::Draining, "its name no longer resolves to it".into())
+        } else if self.rests {
+            (ServingState::Degraded, format!("avoided until it answers a probe: {}", self.rest_reason))
+        } else if let Some(fault) = self.breaker.open_fault() {
+            (ServingState::Degraded, format!("avoided after repeated failures: {fault}"))
+        } else if is_other_part {
+            (ServingState::Degraded, NOT_AS_DECLARED.into())
+        } else {
+            (ServingState::Healthy, String::new())
         }
     }
 }

@@ -59,7 +59,7 @@ pub(crate) async fn pass(
             (Err(NoPlace::Quarantined(why)), _) => return Err(RelayError::Quarantined(why)),
             (Err(_), Some(Ok(passed))) => return Ok(passed),
             (Err(_), Some(Err(fault))) => return Err(RelayError::Failed(fault)),
-            (Err(why), None) => return Err(why.error()),
+            (Err(why), None) => return Err(why.error(gateway)),
         };
         let began = gateway.env.now();
         let stay = Stay { gateway: gateway.clone(), request, at: place.at };

@@ -1,7 +1,6 @@
 //! A request whose bytes another process relays: it is placed here, and the relayed answer is observed.
 
 use super::relay::Passage;
-use super::suspects::NoPlace;
 use super::{Asked, Gateway, RelayError, RelayRequest};
 use mixfleet_hal::outside::{EngineChunk, EngineFault, EngineFaultKind, EngineUsage};
 use mixfleet_hal::units::Seconds;
@@ -64,7 +63,7 @@ pub(crate) async fn pick(
         undivided: Some(CARRIED),
         ..Asked::first(request, &wanted)
     };
-    let place = gateway.place_apart(&asked).await.map_err(NoPlace::error)?;
+    let place = gateway.place_apart(&asked).await.map_err(|why| why.error(gateway))?;
     // from here on the proxy holds the bytes
     let wanted = RelayRequest { body: Arc::default(), ..wanted };
     let mut passage = Box::new(Passage::new(gateway.clone(), request, wanted, came, place.due));

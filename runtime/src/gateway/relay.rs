@@ -100,7 +100,8 @@ pub(crate) async fn relay(gateway: &Arc<Gateway>, wanted: RelayRequest) -> Resul
     let came = gateway.env.now();
     let wanted = gateway.read_prompt(wanted).await;
     let request = gateway.next_request();
-    let place = gateway.place_apart(&Asked::first(request, &wanted)).await.map_err(NoPlace::error)?;
+    let placed = gateway.place_apart(&Asked::first(request, &wanted)).await;
+    let place = placed.map_err(|why| why.error(gateway))?;
     let mut passage = Box::new(Passage::new(gateway.clone(), request, wanted, came, place.due));
     passage.take_place(&place);
     loop {
@@ -500,6 +501,10 @@ impl Passage {
         self.count_cost();
         if let Some(usd) = self.usd {
             self.gateway.placements.cost(&self.wanted.id, usd);
+        }
+        if let Some(phases) = self.gateway.metrics.phases(self.request, self.gateway.env.now()) {
+            let tokens = self.usage.map(|usage| usage.completion_tokens);
+            self.gateway.placements.phases(&self.wanted.id, phases, tokens);
         }
         self.gateway.tell(Event::Finished { request: self.request });
         self.leave();

@@ -159,6 +159,8 @@ impl Gateway {
         let instance = InstanceId(to_u32(at));
         let mut state = self.lock();
         state.front.step(Event::Measured { instance, steps });
-        self.metrics.learned(self.engine(at).name(), state.front.machine(), instance);
+        if self.metrics.learned(self.engine(at).name(), state.front.machine(), instance) {
+            self.count_instances(&state);
+        }
     }
 }

@@ -35,9 +35,12 @@ pub(super) enum NoPlace {
 
 impl NoPlace {
     /// The error of a request that was never placed.
-    pub(super) fn error(self) -> super::RelayError {
+    pub(super) fn error(self, gateway: &Gateway) -> super::RelayError {
         match self {
-            NoPlace::Rejected(reason, after) => super::RelayError::Rejected(Rejection::new(&reason, after)),
+            NoPlace::Rejected(reason, after) => {
+                let why = gateway.metrics.why_none_serves(gateway.env.now());
+                super::RelayError::Rejected(Rejection::new(&reason, after).explained(why))
+            }
             NoPlace::Quarantined(why) => super::RelayError::Quarantined(why),
         }
     }

@@ -92,6 +92,15 @@ struct RequestMeter {
     is_guessed: bool,
 }
 
+/// Times of a request from its latest placement to its end.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct RequestPhases {
+    pub(crate) queue: Seconds,
+    /// Behind the gateway with the engine's own queue.
+    pub(crate) prefill: Seconds,
+    pub(crate) decode: Seconds,
+}
+
 impl DeviceMeter {
     fn settle(&mut self, now: Seconds, metrics: &Metrics) {
         let seconds = (now - self.at).0.max(0.0);
@@ -195,6 +204,13 @@ impl Meter {
         device.settle(now, metrics);
         let owed = met.came_at.map_or(0.0, |came_at| device.owed - came_at);
         Some(met.prompt_usd + met.generation_usd + owed)
+    }
+
+    /// The phases of a request that is complete now; none if its first token was not seen.
+    pub(crate) fn phases(&self, request: RequestId, now: Seconds) -> Option<RequestPhases> {
+        let met = self.requests.get(&request).filter(|met| !met.is_guessed)?;
+        let (first, placed_at) = (met.first?, met.placed.0);
+        Some(RequestPhases { queue: met.began - placed_at, prefill: first - met.began, decode: now - first })
     }
 
     fn come(&mut self, request: RequestId, now: Seconds, metrics: &Metrics) {

@@ -47,9 +47,9 @@ fn table(members: &Members) -> String {
                 let (id, device, tokens) =
                     (instance.id, printable(&instance.device), instance.kv_capacity_tokens);
                 let role = instance.role.name();
-                let degraded = if instance.degraded { ", degraded: not the declared part" } else { "" };
+                let state = if instance.degraded { "degraded: not the declared part" } else { "healthy" };
                 let _ =
-                    writeln!(text, "  {id:<10} {device:<21} {role:<8} {tokens} KV tokens, {price}{degraded}");
+                    writeln!(text, "  {id:<10} {device:<21} {role:<8} {state}, {tokens} KV tokens, {price}");
             }
             let _ = writeln!(text, "  KV by {}", printable(&transports.join(", ")));
             for reason in not_offered {
@@ -68,7 +68,7 @@ fn table(members: &Members) -> String {
                 let (us, gb) = (latency_s * 1e6, bytes_per_s / 1e9);
                 format!("{transport}{details}, {us:.1} us, {gb:.2} GB/s{broken}")
             }
-            LinkState::Down { reason } => format!("DOWN: {reason}"),
+            LinkState::Down { reason } => format!("down: {reason}"),
         };
         let _ = writeln!(text, "{} <-> {}: {}", printable(from), printable(to), printable(&state));
     }

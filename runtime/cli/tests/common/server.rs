@@ -44,13 +44,26 @@ impl Server {
 
     /// With a process whose standard error is piped; returns once it is ready.
     pub(crate) fn spawned(child: Child) -> Self {
+        Server::spawned_until(child, "ready: http://", "/v1")
+    }
+
+    /// With these arguments; returns once it listens.
+    pub(crate) fn loading(arguments: &[&str]) -> Self {
+        let mut command = super::mixfleet();
+        command.args(["serve", "--listen", "127.0.0.1:0"]).args(arguments);
+        let child = command.stderr(Stdio::piped()).spawn().unwrap();
+        Server::spawned_until(child, "loading the model address=", "")
+    }
+
+    /// Returns once it logs its address between these words.
+    fn spawned_until(child: Child, before: &str, after: &str) -> Self {
         let mut server = Server { child, log: None, address: String::new(), seen: String::new() };
         server.log = server.child.stderr.take().map(BufReader::new);
         while server.address.is_empty() {
             let line = server.log_line();
             assert!(!line.is_empty(), "the server ended: {}", server.seen);
-            if let Some((_, address)) = line.split_once("ready: http://") {
-                server.address = address.trim().trim_end_matches("/v1").to_string();
+            if let Some((_, address)) = line.split_once(before) {
+                server.address = address.trim().trim_end_matches(after).to_string();
             }
         }
         server
