@@ -12,13 +12,14 @@ from playwright.sync_api import sync_playwright
 
 PROGRAM, BROWSER, PAGES = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3]).absolute()
 CONTRAST = 4.5
+TEXT_PX = 10
 # what a person sees of a page: name of the picture, width, colours, medium
 LOOKS = [("light", 1280, "light", "screen"), ("dark", 1280, "dark", "screen"), ("narrow", 390, "light", "screen"),
          ("narrow-dark", 390, "dark", "screen"), ("print", 794, "light", "print"), ("print-dark", 794, "dark", "print")]
 
 # Runs in the page. Each finding has a short text on where it is; an empty list is a page without findings.
 FINDINGS = """
-(least) => {
+([least, leastText]) => {
   const found = [];
   const where = (element) => `${element.tagName.toLowerCase()} '${(element.textContent || '').trim().slice(0, 40)}'`;
   const shown = (element) => {
@@ -68,6 +69,10 @@ FINDINGS = """
       return painted && box.width + box.height > 0;
     });
     if (!visible.length) found.push(`chart '${name}' is blank`);
+    const inWindow = (mark) => mark.getBoundingClientRect().left < root.clientWidth && mark.getBoundingClientRect().right > 0;
+    if (visible.length && !visible.some(inWindow)) found.push(`chart '${name}' shows nothing without scrolling`);
+    const small = [...svg.querySelectorAll('text')].find((text) => text.getBoundingClientRect().height < leastText);
+    if (small && !matchMedia('print').matches) found.push(`chart '${name}': ${where(small)} is too small`);
     const frame = svg.getBoundingClientRect();
     for (const part of svg.querySelectorAll('text,polyline,circle,polygon,rect')) {
       const box = part.getBoundingClientRect();
@@ -170,7 +175,8 @@ def others():
     made(["simulate", "--fleet", fleet, "--trace", trace, "--html", html["simulate"]])
     made(["plan", "--model", "llama-3.1-8b", "--rate", "5", "--input-tokens", "1500", "--output-tokens", "150", "--parts",
           "rtx-4090,l40s", "--ttft", "5", "--tbt", "0.1", "--html", html["plan"]])
-    made(["bench", "--device", "cpu", "--prompt-tokens", "32", "--answer-tokens", "8", "--repeat", "2", "--html", html["bench"]])
+    made(["bench", "--device", "cpu", "--prompt-tokens", "32", "--answer-tokens", "8", "--clients", "1,2,4,8,16", "--requests", "16",
+          "--html", html["bench"]])
     return list(html.items())
 
 
@@ -189,7 +195,7 @@ def look(playwright, pages):
             for opened in [False, True] if medium == "screen" else [False]:
                 if opened:
                     page.evaluate("document.querySelectorAll('details').forEach((details) => details.open = true)")
-                findings = page.evaluate(f"({FINDINGS})({CONTRAST})") + page.evaluate(VIOLATIONS)
+                findings = page.evaluate(f"({FINDINGS})({[CONTRAST, TEXT_PX]})") + page.evaluate(VIOLATIONS)
                 wrong += len(findings)
                 for finding in findings:
                     print(f"FAILED  {name}, {look}: {finding}", flush=True)
@@ -207,7 +213,7 @@ def look(playwright, pages):
     # the check itself must be able to fail
     page.set_content("<html><body><h3 style='color:#bbb;width:3000px'>pale and wide</h3><svg role='img'></svg></body></html>")
     page.evaluate(AXE)
-    planted = page.evaluate(f"({FINDINGS})({CONTRAST})") + page.evaluate(VIOLATIONS)
+    planted = page.evaluate(f"({FINDINGS})({[CONTRAST, TEXT_PX]})") + page.evaluate(VIOLATIONS)
     for words in ["wider than", "contrast", "without a name", "no language", "level 3", "axe html-has-lang", "axe color-contrast"]:
         check(any(words in finding for finding in planted), f"a planted mistake is found: {words}")
     browser.close()

@@ -4,14 +4,15 @@ mod load;
 mod target;
 
 use crate::args::{DeviceRole, GenerateArgs, ModelArgs};
-use crate::failure::UsageError;
+use crate::failure::{Failed, UsageError};
 use crate::generate::ReadyModel;
+use crate::machine;
 use crate::numbers::positive;
 use crate::output_files::{leave_no_empty, writable};
 use crate::remote::RemoteArgs;
 use crate::screen;
 use crate::trace_file::ReplayArgs;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use indicatif::ProgressBar;
 use load::{BenchLoad, BenchObjectives, LoadOutcome};
@@ -56,10 +57,10 @@ pub(crate) struct BenchArgs {
     /// Repetitions of each test
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: u32,
-    /// Closed loop: N concurrent clients
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
-    clients: Option<u32>,
-    /// Requests of all clients together
+    /// Closed loop: N concurrent clients; with several numbers --html draws latency against load
+    #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4096))]
+    clients: Vec<u32>,
+    /// Requests of all clients together, at each number of clients
     #[arg(long, value_name = "N", default_value_t = 64, requires = "clients")]
     requests: u32,
     /// Load by a trace's requests, at their times, with its lengths and shared prefixes
@@ -135,7 +136,10 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
         true => writeln!(out, "{:#}", outcome.document())?,
         false => write!(out, "{}", outcome.text())?,
     }
-    Ok(())
+    match outcome.loads.iter().map(LoadOutcome::failed).sum() {
+        0 => Ok(()),
+        failed => bail!(Failed(format!("{failed} requests failed; the output has their errors"))),
+    }
 }
 
 /// The model on devices of this process, and the server: the requested ones.
@@ -144,7 +148,7 @@ async fn targets(args: &BenchArgs) -> Result<Vec<Arc<BenchTarget>>> {
     if args.against.is_none() || args.model.model.is_some() || !args.device.is_empty() {
         let mut generate =
             GenerateArgs::of_devices(args.model.clone(), args.remote.clone(), args.device.clone());
-        generate.batch = args.clients.unwrap_or(generate.batch);
+        generate.batch = args.clients.iter().copied().max().unwrap_or(generate.batch);
         targets.push(Arc::new(BenchTarget::Here(Box::new(ReadyModel::checked(&generate, |_| Ok(()))?))));
     }
     if let Some(address) = &args.against {
@@ -161,27 +165,30 @@ async fn targets(args: &BenchArgs) -> Result<Vec<Arc<BenchTarget>>> {
 
 async fn measure(args: &BenchArgs, targets: &[Arc<BenchTarget>]) -> Result<BenchOutcome> {
     let objectives = BenchObjectives { ttft_s: args.ttft_slo, tbt_s: args.tbt_slo };
-    let load = match (&args.trace, args.clients) {
-        (Some(file), _) => {
+    let loads = match &args.trace {
+        Some(file) => {
             let mut trace = args.replay.open(file)?;
             let block_tokens = trace.block_tokens().unwrap_or(1).max(1);
             let requests: Result<Vec<_>, _> = args.replay.play(&mut trace, 0).collect();
-            BenchLoad::of_trace(requests?, block_tokens)
+            vec![BenchLoad::of_trace(requests?, block_tokens)]
         }
-        (None, Some(clients)) => {
-            let lengths = (args.prompt_tokens[0], args.answer_tokens[0]);
-            BenchLoad::of_clients(clients, args.requests, lengths)
-        }
-        (None, None) => {
+        None if args.clients.is_empty() => {
             let tested = test(args, targets).await?;
             return Ok(BenchOutcome { tested, loads: Vec::new() });
         }
+        None => {
+            let lengths = (args.prompt_tokens[0], args.answer_tokens[0]);
+            let of = |&clients: &u32| BenchLoad::of_clients(clients, args.requests, lengths);
+            args.clients.iter().map(of).collect()
+        }
     };
-    let mut loads = Vec::new();
-    for target in targets {
-        loads.push(load.put_on(target, &objectives).await?);
+    let mut outcomes = Vec::new();
+    for load in &loads {
+        for target in targets {
+            outcomes.push(load.put_on(target, &objectives).await?);
+        }
     }
-    Ok(BenchOutcome { tested: Vec::new(), loads })
+    Ok(BenchOutcome { tested: Vec::new(), loads: outcomes })
 }
 
 /// Runs each test on each target, in turns, so that what disturbs one disturbs the other as well.
@@ -223,8 +230,11 @@ impl BenchOutcome {
         let names =
             self.tested.iter().map(|tested| &tested.target).chain(self.loads.iter().map(|of| &of.target));
         let mut names: Vec<&str> = names.map(String::as_str).collect();
+        names.sort_unstable();
         names.dedup();
-        names.join(", ")
+        let cpu = machine::facts().into_iter().find(|fact| fact.name == "cpu model");
+        let (machine, date) = (cpu.map_or("this machine".into(), |fact| fact.value), machine::now());
+        format!("{}; measured on {machine}, {}", names.join(", "), &date[..10])
     }
 
     fn rows(&self) -> impl Iterator<Item = [String; 3]> {
@@ -274,8 +284,9 @@ impl BenchOutcome {
             );
             html.table(&["target", "test", "tokens/s"], &rows);
         }
+        load::curves(&mut html, &self.loads);
         for load in &self.loads {
-            html.heading(2, &load.target);
+            html.heading(2, &load.title());
             let rows = load
                 .rows()
                 .into_iter()

@@ -102,7 +102,7 @@ fn the_table_and_the_page_show_the_run() {
     }
     assert!(page.contains("&lt;script&gt;p&lt;/script&gt;, &quot;fast&quot;"));
     assert!(page.contains("objective for TTFT") && page.contains("objective for TBT"));
-    assert_eq!(page.matches("<svg").count(), 7);
+    assert_eq!(page.matches("<svg").count(), 14, "each for wide and for narrow windows");
     assert!(!page.contains("NaN") && !page.contains("inf,") && page.len() < 400_000);
 
     let again = simulate(&place, &["--json", "--drop-late", "--admit", "early", "--timeline", "u.csv"]);

@@ -200,7 +200,7 @@ fn the_bottleneck_and_the_best_addition_are_named() {
     for word in [
         "prompts of p, ",
         "Best addition: p",
-        ">share of time (1: all)</text>",
+        ">utilisation (1: all of the time)</text>",
         ">requests per second</text>",
     ] {
         assert!(page.contains(word), "{word}");

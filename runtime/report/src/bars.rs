@@ -15,13 +15,24 @@ use crate::html::{Drawing, Html, TableCell, Tone, escape};
 use crate::svg::shortened;
 use std::fmt::Write as _;
 
-const WIDTH: f64 = 860.0;
+/// Places of a drawing for wide windows, with names before bars, and for phones, with names above them.
+const WIDE: BarFrame =
+    BarFrame { width: 860.0, from: 270.0, to: 640.0, row: 22.0, name_room: 34, is_narrow: false };
+const NARROW: BarFrame =
+    BarFrame { width: 350.0, from: 4.0, to: 346.0, row: 42.0, name_room: 22, is_narrow: true };
+/// Characters for which there is room beside a name or a bar.
+const WORDS_ROOM: usize = 27;
+
 /// Where bars begin, and the widest one ends.
-const FROM: f64 = 270.0;
-const TO: f64 = 640.0;
-const ROW: f64 = 22.0;
-/// Characters for which there is room before a bar, and behind it.
-const ROOM: (usize, usize) = (34, 27);
+#[derive(Clone, Copy)]
+struct BarFrame {
+    width: f64,
+    from: f64,
+    to: f64,
+    row: f64,
+    name_room: usize,
+    is_narrow: bool,
+}
 
 /// One bar.
 #[derive(Clone, Debug, PartialEq)]
@@ -58,36 +69,57 @@ impl Bars<'_> {
     }
 
     fn drawing(&self) -> Drawing {
+        let row =
+            |row: &BarRow| vec![TableCell::text(&row.name), TableCell::number(&row.words).tone(row.tone)];
+        Drawing {
+            svg: self.framed(WIDE),
+            narrow: self.framed(NARROW),
+            label: self.label.to_owned(),
+            header: vec!["of".to_owned(), self.label.to_owned()],
+            rows: self.rows.iter().map(row).collect(),
+        }
+    }
+
+    fn framed(&self, frame: BarFrame) -> String {
+        let BarFrame { width, from, to, row: tall, name_room, is_narrow } = frame;
         let finite = |value: &f64| value.is_finite() && *value > 0.0;
         let values = self.rows.iter().flat_map(|row| [Some(row.value), row.mark]).flatten();
         let most = values.chain(self.full).filter(finite).fold(f64::MIN_POSITIVE, f64::max);
         let at = |value: f64| match value {
-            value if value.is_nan() || value > most => TO,
-            value => FROM + value.max(0.0) / most * (TO - FROM),
+            value if value.is_nan() || value > most => to,
+            value => from + value.max(0.0) / most * (to - from),
         };
-        let height = ROW * self.rows.len() as f64 + 10.0;
+        let height = tall * self.rows.len() as f64 + 10.0;
         let label = escape(self.label);
-        let mut svg = format!("<svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{label}\">");
-        for (row, top) in self.rows.iter().zip((0..).map(|i| 4.0 + ROW * f64::from(i))) {
-            let (name, words) = (shortened(&row.name, ROOM.0), shortened(&row.words, ROOM.1));
+        let mut svg = format!("<svg viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"{label}\">");
+        for (row, top) in self.rows.iter().zip((0..).map(|i| 4.0 + tall * f64::from(i))) {
+            let (name, words) = (shortened(&row.name, name_room), shortened(&row.words, WORDS_ROOM));
+            let (name, words) = (escape(&name), escape(&words));
+            let baseline = top + 12.0;
+            let texts = match is_narrow {
+                true => format!(
+                    "<text x=\"{from}\" y=\"{baseline:.1}\">{name}</text>\
+                     <text x=\"{to}\" y=\"{baseline:.1}\" text-anchor=\"end\">{words}</text>"
+                ),
+                false => format!(
+                    "<text x=\"{}\" y=\"{baseline:.1}\" text-anchor=\"end\">{name}</text>\
+                     <text x=\"{}\" y=\"{baseline:.1}\">{words}</text>",
+                    from - 8.0,
+                    to + 8.0
+                ),
+            };
+            let top = if is_narrow { top + 18.0 } else { top };
             // zero is shown as a line, to distinguish it from a missing bar
-            let width = (at(row.value) - FROM).max(1.5);
+            let long = (at(row.value) - from).max(1.5);
             let _ = write!(
                 svg,
-                "<g><title>{}: {}</title><text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>\
-                 <rect class=\"ground\" x=\"{FROM}\" y=\"{top:.1}\" width=\"{}\" height=\"16\"/>\
-                 <rect class=\"{}\" x=\"{FROM}\" y=\"{top:.1}\" width=\"{width:.1}\" height=\"16\"/>\
-                 <text x=\"{}\" y=\"{:.1}\">{}</text></g>",
+                "<g><title>{}: {}</title>{texts}\
+                 <rect class=\"ground\" x=\"{from}\" y=\"{top:.1}\" width=\"{}\" height=\"16\"/>\
+                 <rect class=\"{}\" x=\"{from}\" y=\"{top:.1}\" width=\"{long:.1}\" height=\"16\"/></g>",
                 escape(&row.name),
                 escape(&row.words),
-                FROM - 8.0,
-                top + 12.0,
-                escape(&name),
-                TO - FROM,
+                to - from,
                 row.tone.class(),
-                TO + 8.0,
-                top + 12.0,
-                escape(&words)
             );
             if let Some(mark) = row.mark {
                 let (x, end) = (at(mark), top + 18.0);
@@ -99,14 +131,7 @@ impl Bars<'_> {
             let _ = write!(svg, "<path class=\"roof\" stroke-dasharray=\"2 4\" d=\"M{x:.1},0 V{height}\"/>");
         }
         svg.push_str("</svg>");
-        let row =
-            |row: &BarRow| vec![TableCell::text(&row.name), TableCell::number(&row.words).tone(row.tone)];
-        Drawing {
-            svg,
-            label: self.label.to_owned(),
-            header: vec!["of".to_owned(), self.label.to_owned()],
-            rows: self.rows.iter().map(row).collect(),
-        }
+        svg
     }
 }
 
@@ -131,7 +156,8 @@ mod tests {
             .skip(1)
             .map(|bar| bar.split("width=\"").nth(1).unwrap().split('"').next().unwrap().parse().unwrap())
             .collect();
-        assert_eq!(widths, [(TO - FROM) / 2.0, 1.5, TO - FROM, TO - FROM]);
+        let whole = WIDE.to - WIDE.from;
+        assert_eq!(widths, [whole / 2.0, 1.5, whole, whole]);
         assert!(drawing.svg.contains("&lt;none&gt;") && !drawing.svg.contains("<none>"));
         assert_eq!((drawing.rows.len(), drawing.header.len()), (4, 2));
         let mut body = Html::default();

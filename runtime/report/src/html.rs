@@ -87,6 +87,8 @@ impl TableCell {
 pub struct Drawing {
     /// Markup of the drawing.
     pub svg: String,
+    /// The same for windows as narrow as a phone's.
+    pub narrow: String,
     /// Alternative text for readers who cannot see it.
     pub label: String,
     /// Header of the table of its numbers.
@@ -148,7 +150,7 @@ impl Html {
 
     /// Appends a table; rows may be shorter than the header.
     pub fn table(&mut self, header: &[&str], rows: &[Vec<TableCell>]) {
-        self.begin_scroll("", &format!("table of {}", header.join(", ")));
+        self.begin_scroll(&format!("table of {}", header.join(", ")));
         self.0.push_str("<table>\n<thead><tr>");
         for (column, name) in header.iter().enumerate() {
             let numeric = rows.first().and_then(|row| row.get(column)).is_some_and(|cell| cell.number);
@@ -168,12 +170,9 @@ impl Html {
     }
 
     /// Opens a box that scrolls by itself if its content is wider than the window, also by keyboard.
-    fn begin_scroll(&mut self, class: &str, label: &str) {
+    fn begin_scroll(&mut self, label: &str) {
         let label = escape(label);
-        let _ = write!(
-            self.0,
-            "<div class=\"scroll {class}\" tabindex=\"0\" role=\"group\" aria-label=\"{label}\">"
-        );
+        let _ = write!(self.0, "<div class=\"scroll\" tabindex=\"0\" role=\"group\" aria-label=\"{label}\">");
     }
 
     fn cell(&mut self, cell: &TableCell) {
@@ -201,10 +200,13 @@ impl Html {
 
     /// Appends a drawing with its caption, and its numbers in a table that is closed and not printed.
     pub fn figure(&mut self, drawing: &Drawing, caption: &str) {
-        let Drawing { svg, label, header, rows } = drawing;
-        self.0.push_str("<figure>");
-        self.begin_scroll("drawing", &format!("chart of {label}"));
-        let _ = writeln!(self.0, "{svg}</div><figcaption>{}</figcaption>", escape(caption));
+        let Drawing { svg, narrow, label, header, rows } = drawing;
+        let _ = writeln!(
+            self.0,
+            "<figure><div class=\"wide\">{svg}</div><div class=\"narrow\">{narrow}</div>\
+             <figcaption>{}</figcaption>",
+            escape(caption)
+        );
         let _ = writeln!(
             self.0,
             "<details class=\"data\"><summary>Numbers of this chart: {}</summary>",
@@ -298,7 +300,9 @@ summary { cursor: pointer; color: var(--soft); }
 figure { margin: 1rem 0; }
 figcaption, .data { color: var(--soft); font-size: .87rem; }
 svg { display: block; width: 100%; height: auto; font: 12px system-ui, sans-serif; }
-.drawing svg { min-width: 40rem; }
+.narrow { display: none; } .narrow svg { max-width: 26rem; }
+@media screen and (max-width: 40rem) { body { padding: .8rem; } .wide { display: none; } .narrow { display: block; }
+  dl { grid-template-columns: 1fr; } dd { margin-bottom: .3rem; } }
 svg text { fill: var(--soft); }
 svg .spot { fill: transparent; }
 svg .ground { fill: var(--panel); } svg .good { fill: var(--good); } svg .warn { fill: var(--warn); }
@@ -309,7 +313,7 @@ svg .roof { stroke: var(--ink); fill: none; stroke-width: 2; }
 @media print { :root { color-scheme: light; } body { max-width: none; padding: 0; font-size: 11px; }
   h2, figure, tr, .tiles div { break-inside: avoid; } h2 { break-after: avoid; }
   details::details-content { content-visibility: visible; } .data { display: none; }
-  .scroll { overflow: visible; } .drawing svg { min-width: 0; } table { font-size: 9px; }
+  .scroll { overflow: visible; } table { font-size: 9px; }
   th, td, .number, .badge { white-space: normal; overflow-wrap: anywhere; } th, td { padding: .15rem .3rem; }
   .badge, .tiles div, .note { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 ";
@@ -331,7 +335,16 @@ mod tests {
         body.begin_details(hostile, true);
         body.end_details();
         let (header, rows) = (vec![hostile.to_owned()], vec![vec![TableCell::text(hostile)]]);
-        body.figure(&Drawing { svg: "<svg></svg>".into(), label: hostile.into(), header, rows }, hostile);
+        body.figure(
+            &Drawing {
+                svg: "<svg></svg>".into(),
+                narrow: "<svg></svg>".into(),
+                label: hostile.into(),
+                header,
+                rows,
+            },
+            hostile,
+        );
         let text = page(hostile, hostile, &body);
         assert!(!text.contains("<script") && !text.contains("alert('") && !text.contains('\u{1}'));
         assert_eq!(text.matches("<table>").count(), text.matches("</table>").count());

@@ -5,6 +5,8 @@ use super::wrong;
 use anyhow::Result;
 use indicatif::ProgressBar;
 use mixfleet_hal::cast::to_usize;
+use mixfleet_report::html::Html;
+use mixfleet_report::svg::{Chart, Limit, Mark, PlotAxis, Scale, Series};
 use mixfleet_sim::simulate::{Distribution, Quantiles};
 use mixfleet_sim::trace::Request;
 use serde_json::{Value, json};
@@ -28,6 +30,8 @@ pub(super) struct BenchObjectives {
 /// What a load took on a target.
 pub(super) struct LoadOutcome {
     pub(super) target: String,
+    /// Number of clients, if they made the load.
+    clients: Option<u32>,
     took_s: f64,
     /// Answers in full, and those within all objectives.
     answered: usize,
@@ -73,7 +77,8 @@ impl BenchLoad {
             BenchLoad::Trace(requests, block_tokens) => by_trace(target, requests, *block_tokens, &bar).await,
         };
         bar.finish_and_clear();
-        Ok(LoadOutcome::of(target.name(), began.elapsed(), answers, objectives))
+        let clients = if let BenchLoad::Clients(clients, ..) = self { Some(*clients) } else { None };
+        Ok(LoadOutcome { clients, ..LoadOutcome::of(target.name(), began.elapsed(), answers, objectives) })
     }
 }
 
@@ -174,19 +179,39 @@ impl LoadOutcome {
         }
         let (ttft_s, tbt_s) = (Distribution::from(&ttft_s), Distribution::from(&tbt_s));
         let took_s = took.as_secs_f64();
-        LoadOutcome { target, took_s, answered, within, tokens, ttft_s, tbt_s, failures }
+        LoadOutcome { target, clients: None, took_s, answered, within, tokens, ttft_s, tbt_s, failures }
+    }
+
+    /// Number of requests without a whole answer.
+    pub(super) fn failed(&self) -> usize {
+        self.failures.iter().map(|(_, times)| times).sum()
+    }
+
+    fn requests_per_s(&self) -> f64 {
+        self.answered as f64 / self.took_s
+    }
+
+    /// Its target and load.
+    pub(super) fn title(&self) -> String {
+        match self.clients {
+            Some(clients) => format!("{}, {clients} clients", self.target),
+            None => self.target.clone(),
+        }
     }
 
     /// Names and values, for people.
     pub(super) fn rows(&self) -> Vec<[String; 2]> {
         let of = |distribution: &Distribution| {
-            let Distribution { mean, p50, p90, p99, .. } = distribution;
+            let Distribution { count, mean, p50, p90, p99, .. } = distribution;
+            if *count == 0 {
+                return "-".to_owned();
+            }
             format!("{mean:.4} mean, {p50:.4} p50, {p90:.4} p90, {p99:.4} p99")
         };
-        let failed: usize = self.failures.iter().map(|(_, times)| times).sum();
+        let failed = self.failed();
         let mut rows = vec![
             ["requests answered".to_owned(), format!("{} in {:.1} s", self.answered, self.took_s)],
-            ["requests/s".to_owned(), format!("{:.3}", self.answered as f64 / self.took_s)],
+            ["requests/s".to_owned(), format!("{:.3}", self.requests_per_s())],
             ["goodput, requests/s".to_owned(), format!("{:.3}", self.within as f64 / self.took_s)],
             ["tokens/s".to_owned(), format!("{:.2}", self.tokens as f64 / self.took_s)],
             ["TTFT, s".to_owned(), of(&self.ttft_s)],
@@ -199,18 +224,89 @@ impl LoadOutcome {
 
     pub(super) fn text(&self) -> String {
         let row = |[name, value]: [String; 2]| format!("{name:<22}{value}\n");
-        format!("{}\n{}", self.target, self.rows().into_iter().map(row).collect::<String>())
+        format!("{}\n{}", self.title(), self.rows().into_iter().map(row).collect::<String>())
     }
 
     pub(super) fn document(&self) -> Value {
         let failures: Vec<Value> =
             self.failures.iter().map(|(why, times)| json!({"error": why, "count": times})).collect();
         json!({
-            "target": self.target, "took_s": self.took_s, "answered": self.answered, "within": self.within,
-            "requests_per_s": self.answered as f64 / self.took_s,
+            "target": self.target, "clients": self.clients, "took_s": self.took_s, "answered": self.answered, "within": self.within,
+            "requests_per_s": self.requests_per_s(),
             "goodput_requests_per_s": self.within as f64 / self.took_s,
             "tokens_per_s": self.tokens as f64 / self.took_s,
             "ttft_s": self.ttft_s, "tbt_s": self.tbt_s, "failures": failures,
         })
+    }
+}
+
+/// Draws latency against load for each target that had several numbers of clients.
+pub(super) fn curves(html: &mut Html, loads: &[LoadOutcome]) {
+    let mut targets: Vec<&str> = loads.iter().map(|load| load.target.as_str()).collect();
+    targets.sort_unstable();
+    targets.dedup();
+    for target in targets {
+        let mut of: Vec<(f64, &LoadOutcome)> = loads
+            .iter()
+            .filter(|load| load.target == target && load.answered > 0)
+            .filter_map(|load| Some((f64::from(load.clients?), load)))
+            .collect();
+        of.sort_by(|a, b| a.0.total_cmp(&b.0));
+        if of.len() < 2 {
+            continue;
+        }
+        html.heading(2, &format!("Latency against load: {target}"));
+        let curve = |name: &str, value: fn(&LoadOutcome) -> f64| Series {
+            name: name.to_owned(),
+            points: of.iter().map(|(clients, load)| (*clients, value(load))).collect(),
+            mark: Mark::Both,
+        };
+        let rates: Vec<(f64, f64)> =
+            of.iter().map(|(clients, load)| (*clients, load.requests_per_s())).collect();
+        let knee = knee(&rates);
+        let limits: Vec<Limit> = knee.map(|clients| Limit::X(clients, "knee")).into_iter().collect();
+        let x = PlotAxis { label: "concurrent clients", unit: "", scale: Scale::Binary };
+        let y = PlotAxis { label: "latency", unit: "s", scale: Scale::Decimal };
+        let series = [
+            curve("TTFT, p50", |load| load.ttft_s.p50),
+            curve("TTFT, p99", |load| load.ttft_s.p99),
+            curve("TBT, p50", |load| load.tbt_s.p50),
+            curve("TBT, p99", |load| load.tbt_s.p99),
+        ];
+        let caption = match knee {
+            Some(clients) => format!(
+                "The knee is where throughput over response time is largest: {clients} clients. Beyond it requests wait \
+                 more than throughput gains."
+            ),
+            None => {
+                "No knee: more clients still gain more throughput than they cost in response time.".to_owned()
+            }
+        };
+        Chart { x, y, series: &series, roof: &[], limits: &limits }.draw(html, &caption);
+        let y = PlotAxis { label: "requests per second", unit: "", scale: Scale::Linear };
+        let series = [curve("answered", LoadOutcome::requests_per_s)];
+        Chart { x, y, series: &series, roof: &[], limits: &limits }.draw(html, "Throughput.");
+    }
+}
+
+/// The number of clients with the largest power, throughput over response time (Kleinrock 1979), which Little's
+/// law makes rate² / clients; none if that is the largest load of all, behind which it may be.
+fn knee(rates: &[(f64, f64)]) -> Option<f64> {
+    let power = |(clients, rate): (f64, f64)| rate * rate / clients;
+    let best = rates.iter().copied().max_by(|a, b| power(*a).total_cmp(&power(*b)))?;
+    (Some(&best) != rates.last()).then_some(best.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::knee;
+
+    #[test]
+    fn the_knee_is_where_more_clients_stop_to_pay() {
+        // a server of four slots, one answer per second each
+        let rates = [1.0, 2.0, 4.0, 8.0, 16.0].map(|clients: f64| (clients, clients.min(4.0)));
+        assert_eq!(knee(&rates), Some(4.0));
+        assert_eq!(knee(&rates[..3]), None, "it may be behind the largest load");
+        assert_eq!(knee(&[]), None);
     }
 }

@@ -85,6 +85,15 @@ type CurveValue<'a> = (&'a str, &'a dyn Fn(&HistoryPoint) -> f64);
 
 fn over_time(body: &mut Html, subject: &Subject<'_>) {
     let of = |quantity: HistoryQuantity| move |point: &HistoryPoint| point.get(quantity);
+    let (prefill, decode) = (of(HistoryQuantity::PrefillUtilisation), of(HistoryQuantity::DecodeUtilisation));
+    figure(
+        body,
+        subject,
+        "utilisation (1: all of the time)",
+        &[("prefill", &prefill), ("decode", &decode)],
+        &[],
+        "Utilisation by pool: share of the time that its instances computed prompts, and decoded.",
+    );
     let (prefill, decode) = (of(HistoryQuantity::PrefillLoad), of(HistoryQuantity::DecodeLoad));
     figure(
         body,
@@ -94,15 +103,6 @@ fn over_time(body: &mut Html, subject: &Subject<'_>) {
         &[Limit::Y(1.0, "objective")],
         "Load: queued prefill time over the objective for TTFT, time of a decode step over the one for TBT, mean of a \
          pool's instances.",
-    );
-    let (prefill, decode) = (of(HistoryQuantity::PrefillUtilisation), of(HistoryQuantity::DecodeUtilisation));
-    figure(
-        body,
-        subject,
-        "share of time (1: all)",
-        &[("prefill", &prefill), ("decode", &decode)],
-        &[],
-        "Share of the time that a pool's instances computed prompts, and decoded.",
     );
     let (queued, decoding) = (of(HistoryQuantity::Queued), of(HistoryQuantity::Decoding));
     figure(

@@ -24,7 +24,7 @@ pub(in crate::plan) fn page(planned: &Planned<'_>, market: &Market) -> String {
     ]);
     body.heading(2, "Fleets");
     fleets(&mut body, planned);
-    body.heading(2, "What a fleet gets for its rent");
+    body.heading(2, "Dollars and attainment");
     rents(&mut body, planned);
     if let Some(parts) = two_parts(planned) {
         body.heading(2, "The cheapest fleet at other prices");
@@ -43,8 +43,9 @@ fn fleets(body: &mut Html, planned: &Planned<'_>) {
         .map(|(number, fleet): (u32, _)| {
             let [input, output] = usd_per_million(planned, fleet);
             let [load, times] = fleet.stress.slack(planned.args.attain);
+            let chosen = if number == 1 { " (chosen)" } else { "" };
             vec![
-                TableCell::number(number.to_string()),
+                TableCell::text(planned.words(&fleet.pools, fleet.stored) + chosen),
                 TableCell::number(format!("{:.2}", fleet.usd_per_hour)),
                 TableCell::number(format!("{input:.3}")),
                 TableCell::number(format!("{output:.3}")),
@@ -53,36 +54,39 @@ fn fleets(body: &mut Html, planned: &Planned<'_>) {
                 TableCell::text(
                     Bottleneck::of(&fleet.trial.results).map_or_else(|| "-".into(), |found| found.text()),
                 ),
-                TableCell::text(planned.words(&fleet.pools, fleet.stored)),
             ]
         })
         .collect();
-    let header = ["", "$/h", "$/Mt in", "$/Mt out", "attained %", "slack", "bottleneck", "fleet"];
+    let header = ["fleet", "$/h", "$/Mt in", "$/Mt out", "attained %", "slack", "bottleneck"];
     body.table(&header, &rows);
 }
 
-/// Rent against TTFT, TBT and attainment, a dot for each fleet.
+/// Rent against attainment, with the likely error of each share; the first fleet is the chosen one.
 fn rents(body: &mut Html, planned: &Planned<'_>) {
-    let x = PlotAxis { label: "rent in $/h", unit: "", scale: Scale::Linear };
-    let seconds = |label| PlotAxis { label, unit: "s", scale: Scale::Linear };
-    let share = PlotAxis { label: "share within the objectives", unit: "", scale: Scale::Linear };
+    let x = PlotAxis { label: "rent in $/h", unit: "", scale: Scale::Fitted };
+    let y = PlotAxis { label: "% of requests within the objectives", ..x };
     let (args, fleets) = (planned.args, &planned.outcome.fleets);
-    let mut figure = |y: PlotAxis, limit: Limit, of: &dyn Fn(&ProvenFleet) -> f64, caption: &str| {
-        let dot = |(number, fleet): (u32, &ProvenFleet)| {
-            let points = vec![(fleet.usd_per_hour, of(fleet))];
-            Series { name: format!("fleet {number}"), points, mark: Mark::Dots }
-        };
-        let series: Vec<Series> = (1..).zip(fleets).map(dot).collect();
-        Chart { x, y, series: &series, roof: &[], limits: &[limit] }.draw(body, caption);
+    let dot = |(number, fleet): (u32, &ProvenFleet)| {
+        let attained = fleet.trial.attained;
+        let [low, high] = share_within(attained, fleet.trial.results.requests);
+        let points = [low, attained, high].map(|share| (fleet.usd_per_hour, 100.0 * share)).to_vec();
+        let mark = if number == 1 { Mark::Chosen } else { Mark::Range };
+        Series { name: planned.words(&fleet.pools, fleet.stored), points, mark }
     };
-    let mut times = |label, objective, of: &dyn Fn(&ProvenFleet) -> f64| {
-        figure(seconds(label), Limit::Y(objective, "objective"), of, &format!("Rent and {label}."));
-    };
-    times("TTFT, p99", args.ttft, &|fleet| fleet.trial.results.ttft_s.p99);
-    times("TBT, p99", args.tbt, &|fleet| fleet.trial.results.tbt_s.p99);
-    let attained = |fleet: &ProvenFleet| fleet.trial.attained;
-    let caption = "Rent and the share of requests that met the objectives.";
-    figure(share, Limit::Y(args.attain, "objective"), &attained, caption);
+    let series: Vec<Series> = (1..).zip(fleets).map(dot).collect();
+    let limits = [Limit::Y(100.0 * args.attain, "objective")];
+    let caption = "Rent and the share of requests that met the objectives in simulation; bars are the 95 % interval by \
+                   the number of requests. Slack in the table says what the fleet stands beyond that.";
+    Chart { x, y, series: &series, roof: &[], limits: &limits }.draw(body, caption);
+}
+
+/// The 95 % interval of a share of this many requests, after Wilson (1927).
+fn share_within(share: f64, requests: u64) -> [f64; 2] {
+    const Z: f64 = 1.96;
+    let n = requests.max(1) as f64;
+    let middle = share + Z * Z / (2.0 * n);
+    let half = Z * (share * (1.0 - share) / n + Z * Z / (4.0 * n * n)).sqrt();
+    [-half, half].map(|half| ((middle + half) / (1.0 + Z * Z / n)).clamp(0.0, 1.0))
 }
 
 /// The parts of the first fleet, or its part and the next one that another fleet has.
@@ -145,4 +149,26 @@ fn hours(body: &mut Html, planned: &Planned<'_>) {
     let y = PlotAxis { label: "rent in $/h", ..x };
     let caption = "Rent of the cheapest fleet for each hour by the program, not simulated.";
     Chart { x, y, series: &usd, roof: &[], limits: &[] }.draw(body, caption);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_interval_holds_its_share_and_narrows_with_requests() {
+        for share in [0.0, 0.5, 0.99, 1.0] {
+            let [few, many] = [100, 10_000].map(|requests| share_within(share, requests));
+            for [low, high] in [few, many] {
+                assert!(
+                    low >= 0.0 && low <= share + 1e-12 && high >= share - 1e-12 && high <= 1.0,
+                    "{low} {high}"
+                );
+            }
+            assert!(few[1] - few[0] > many[1] - many[0]);
+        }
+        // Brown, Cai and DasGupta (2001): 50 of 100
+        let [low, high] = share_within(0.5, 100);
+        assert!((low - 0.4038).abs() < 1e-3 && (high - 0.5962).abs() < 1e-3, "{low} {high}");
+    }
 }
