@@ -191,20 +191,30 @@ fn validate(args: &RunArgs, named: Option<&str>) -> Result<()> {
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
     } else {
-        write!(out, "{}", summary::text(&report, folder.as_deref()))?;
+        write!(out, "{}", summary::text(&report))?;
         if let Some(signature) = signature {
             writeln!(out, "signature: {}", signature.display())?;
         }
+    }
+    let conclusion = summary::conclusion(&report, folder.as_deref());
+    let is_good = matches!(
+        report.verdict,
+        ValidationVerdict::Pass | ValidationVerdict::PassedWithWaivers | ValidationVerdict::Partial
+    );
+    if !args.json && is_good {
+        writeln!(out, "{conclusion}")?;
     }
     out.flush()?;
     if cancelled.load(Ordering::Relaxed) {
         let more = folder.map(|folder| format!(": continue it with --resume --out {}", folder.display()));
         bail!("the run was interrupted{}", more.unwrap_or_default());
     }
+    // standard error is read last
+    let remarks = report.remarks.join("; ");
     match report.verdict {
-        ValidationVerdict::Pass | ValidationVerdict::PassedWithWaivers | ValidationVerdict::Partial => Ok(()),
-        ValidationVerdict::Fail => bail!(Failed(format!("validation failed: {}", report.remarks.join("; ")))),
-        ValidationVerdict::Incomplete => bail!("validation is incomplete: {}", report.remarks.join("; ")),
+        _ if is_good => Ok(()),
+        ValidationVerdict::Incomplete => bail!("validation is incomplete: {remarks}\n{conclusion}"),
+        _ => bail!(Failed(format!("validation failed: {remarks}\n{conclusion}"))),
     }
 }
 

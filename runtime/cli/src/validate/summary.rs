@@ -10,14 +10,14 @@ use std::path::Path;
 /// Maximum number of cases that are listed with their reasons.
 const SHOWN_MAX: usize = 20;
 
-pub(crate) fn text(report: &Validation, folder: Option<&Path>) -> String {
+pub(crate) fn text(report: &Validation) -> String {
     let mut text = String::new();
     // Writing to a string does not fail.
-    let _ = write_all(&mut text, report, folder);
+    let _ = write_all(&mut text, report);
     text
 }
 
-fn write_all(text: &mut String, report: &Validation, folder: Option<&Path>) -> std::fmt::Result {
+fn write_all(text: &mut String, report: &Validation) -> std::fmt::Result {
     let asked = &report.asked;
     let (id, name) =
         report.device.as_ref().map_or((&asked.device, "could not be opened"), |d| (&d.id, &d.name));
@@ -67,10 +67,16 @@ fn write_all(text: &mut String, report: &Validation, folder: Option<&Path>) -> s
     for remark in &report.remarks {
         writeln!(text, "  {remark}")?;
     }
+    Ok(())
+}
+
+/// The verdict and where the report is: the last line of the command.
+pub(crate) fn conclusion(report: &Validation, folder: Option<&Path>) -> String {
+    let verdict = report.verdict.word().to_uppercase().replace('-', " ");
     match folder {
-        Some(folder) => writeln!(text, "report: {}", folder.join("report.html").display()),
+        Some(folder) => format!("{verdict}; report: {}", folder.join("report.html").display()),
         None => {
-            writeln!(text, "no report was kept, as this user has no data directory: name one with --out")
+            format!("{verdict}; no report was kept, as this user has no data directory: name one with --out")
         }
     }
 }
