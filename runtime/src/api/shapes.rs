@@ -157,7 +157,8 @@ impl Head {
         index: usize,
         delta: &Delta,
         usage: Option<Option<Usage>>,
-        (model, is_first): (&dyn TextModel, bool),
+        model: &dyn TextModel,
+        is_first: bool,
     ) -> String {
         let entries = delta.logprobs.as_slice();
         let token_ids = self.returned(&delta.ids);

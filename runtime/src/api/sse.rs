@@ -67,7 +67,7 @@ impl Stream {
             add(&self.head.thought(index, &delta.thought, usage), events);
         }
         if !delta.text.is_empty() || !delta.logprobs.is_empty() || !delta.ids.is_empty() {
-            add(&self.head.content(index, delta, usage, (self.model.as_ref(), is_first)), events);
+            add(&self.head.content(index, delta, usage, self.model.as_ref(), is_first), events);
         }
         for piece in &delta.calls {
             add(&self.head.called(index, piece, usage), events);
