@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Opens the page at / of a running `mixfleet serve` in a browser: light, dark and narrow, with a chat, with the server
-# killed and back. Writes pictures. Exit status: 0 passed, 1 failed, 2 usage, 3 could not run (says SKIPPED and why).
+# killed and back, and with an engine behind a gateway killed and back. Writes pictures; `hwtests/page.sh docs/images` remakes
+# those of the documentation. Exit status: 0 passed, 1 failed, 2 usage, 3 could not run (says SKIPPED and why).
 #
 #   hwtests/page.sh [DIRECTORY for pictures; default target/page]
 #

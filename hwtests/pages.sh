@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes each page that `mixfleet` writes and opens it in a browser: light, dark, narrow and as print. Checks that nothing is
 # wider than its window, that no chart is blank, that charts, tables and links have names, that text stands out from its ground
-# (4.5:1), and that axe-core finds no violation of its rules. Writes pictures. Exit status: 0 passed, 1 failed, 2 usage, 3
-# could not run (says SKIPPED and why).
+# (4.5:1), and that axe-core finds no violation of its rules. Writes pictures: report-*.png and plan-{light,narrow}.png are
+# those of docs/images. Exit status: 0 passed, 1 failed, 2 usage, 3 could not run (says SKIPPED and why).
 #
 #   hwtests/pages.sh [DIRECTORY for pages and pictures; default target/pages]
 #

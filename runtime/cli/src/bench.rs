@@ -57,10 +57,10 @@ pub(crate) struct BenchArgs {
     /// Repetitions of each test
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: u32,
-    /// Closed loop: N concurrent clients; with several numbers --html draws latency against load
+    /// Closed loop: N concurrent clients; several for a curve
     #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4096))]
     clients: Vec<u32>,
-    /// Requests of all clients together, at each number of clients
+    /// Requests of all clients together
     #[arg(long, value_name = "N", default_value_t = 64, requires = "clients")]
     requests: u32,
     /// Load by a trace's requests, at their times, with its lengths and shared prefixes

@@ -675,7 +675,7 @@ mod tests {
         for (svg, width) in [(&drawing.svg, WIDE.width), (&drawing.narrow, NARROW.width)] {
             assert_eq!((svg.matches(">chosen<").count(), svg.matches("h10 M").count()), (1, 2), "{svg}");
             assert!(svg.contains(">objective<"), "a fitted axis reaches its limit: {svg}");
-            for (name, most) in [("cx", width), ("x1", width), ("y1", HEIGHT), ("x", width)] {
+            for (name, most) in [("cx", width), ("x1", width), ("y1", 1.5 * HEIGHT), ("x", width)] {
                 for at in svg.split(&format!(" {name}=\"")).skip(1) {
                     let at: f64 = at.split('"').next().unwrap().parse().unwrap();
                     assert!((0.0..=most).contains(&at), "{name} {at}");

@@ -4,6 +4,7 @@ use super::additions::{Addition, Additions};
 use super::history::{HistoryPoint, HistoryQuantity, RunHistory};
 use super::subject::SimulationSubject;
 use super::table::{NONE, per_million, used};
+use super::unmet::Unmet;
 use crate::trace_file::clock;
 use mixfleet_report::html::{Html, TableCell, Tone};
 use mixfleet_report::svg::{Chart, DISTINCT_MAX, Limit, Mark, PlotAxis, Scale, Series};
@@ -17,12 +18,16 @@ pub(super) struct Subject<'a> {
     pub(super) history: &'a RunHistory,
     pub(super) simulated: &'a SimulationSubject,
     pub(super) additions: Option<&'a Additions>,
+    pub(super) unmet: &'a Unmet,
 }
 
 /// Renders the page.
 pub(super) fn page(subject: &Subject<'_>) -> String {
     let mut body = Html::default();
     tiles(&mut body, subject);
+    for missed in subject.unmet.text() {
+        body.note(Tone::Warn, &format!("Missed: {missed}."));
+    }
     let mut facts = subject.simulated.facts();
     facts.push((
         "bottleneck",

@@ -82,6 +82,7 @@ fn one(fleet: &OpenedFleet<'_>) -> Result<()> {
             history,
             simulated: &fleet.simulated,
             additions: additions.as_ref(),
+            unmet: &unmet,
         };
         write_whole(path, page(&subject).as_bytes()).with_context(|| cannot_write(path))?;
     }
