@@ -222,7 +222,7 @@ impl Chart<'_> {
         }
     }
 
-    /// Renders the chart as SVG, for wide and narrow windows, and as a table; `None` if there is nothing to draw.
+    /// Renders the chart as SVG for wide and narrow windows, and as a table; `None` without points.
     pub fn drawing(&self) -> Option<Drawing> {
         let shown: Vec<Vec<(f64, f64)>> = self.series.iter().map(|s| self.shown(&s.points)).collect();
         let [svg, narrow] = [WIDE, NARROW].map(|frame| self.framed(frame, &shown));

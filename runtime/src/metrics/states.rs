@@ -168,8 +168,8 @@ impl Metrics {
         self.state_records().iter().map(shown).collect()
     }
 
-    /// Why nothing takes requests: who is in which state, since when, and what to do. None if something does, or
-    /// if nothing is known yet.
+    /// Why nothing takes requests: the states, for how long, and what to do. None if something does, or if
+    /// nothing is known yet.
     pub(crate) fn why_none_serves(&self, now: Seconds) -> Option<String> {
         let records = self.state_records();
         let cause = summarised(&records)?;

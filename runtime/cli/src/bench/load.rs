@@ -289,8 +289,8 @@ pub(super) fn curves(html: &mut Html, loads: &[LoadOutcome]) {
     }
 }
 
-/// The number of clients with the largest power, throughput over response time (Kleinrock 1979), which Little's
-/// law makes rate² / clients; none if that is the largest load of all, behind which it may be.
+/// The number of clients with the largest power, throughput over response time (Kleinrock 1979). By Little's
+/// law that is rate² / clients. None if that is the largest load of all, behind which it may be.
 fn knee(rates: &[(f64, f64)]) -> Option<f64> {
     let power = |(clients, rate): (f64, f64)| rate * rate / clients;
     let best = rates.iter().copied().max_by(|a, b| power(*a).total_cmp(&power(*b)))?;
