@@ -5,7 +5,7 @@ mod mixtures;
 
 use crate::cost::{Experts, LatentAttention, LinearAttention, ModelShape, ParameterCount};
 use crate::layers::{LayerRope, LayerStyle, NormPlacement};
-use mixfleet_hal::catalog::closest_names;
+use mixfleet_hal::catalog::{closest_names, names_that_begin};
 use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{DType, StoredAs, WeightFormat};
 
@@ -215,18 +215,43 @@ pub fn models() -> impl Iterator<Item = &'static KnownModel> {
     dense::MODELS.iter().chain(mixtures::MODELS)
 }
 
-/// The model of this name, without regard to case.
+/// Words in names of repositories that say how a model was tuned or by whom, and nothing of its shape.
+const NOT_OF_SHAPE: [&str; 6] = ["base", "chat", "hf", "instruct", "it", "meta"];
+
+/// Whether a repository of the Hub, of any owner, has this model or a tuned version of it.
+fn is_of_repository(model: &KnownModel, asked: &str) -> bool {
+    let shape_of = |repository: &str| {
+        let name = repository.rsplit('/').next().unwrap_or_default().to_ascii_lowercase();
+        let words = name.split('-').filter(|word| !NOT_OF_SHAPE.contains(word));
+        words.collect::<Vec<_>>().join("-")
+    };
+    let asked = shape_of(asked);
+    asked == shape_of(model.repository) || asked == model.name
+}
+
+/// The model that a user means, by its name in any case, a repository of the Hugging Face Hub, or the
+/// beginning of one name alone.
 ///
 /// # Errors
-/// [`UnknownModel`], with similar names.
+/// [`UnknownModel`], with the models of a family, or similar names.
 pub fn find(name: &str) -> Result<&'static KnownModel, UnknownModel> {
     if let Some(model) = models().find(|model| model.name.eq_ignore_ascii_case(name)) {
+        return Ok(model);
+    }
+    if let Some(model) = models().find(|model| is_of_repository(model, name)) {
         return Ok(model);
     }
     if let Some((name, why)) = mixtures::UNPRICED.iter().find(|(known, _)| known.eq_ignore_ascii_case(name)) {
         return Err(UnknownModel::Unpriced { name, why });
     }
-    let closest = closest_names(name, models().map(|model| model.name));
+    match &names_that_begin(name, models().map(|model| model.name))[..] {
+        [] => {}
+        [only] => return find(only),
+        several => {
+            return Err(UnknownModel::Several { name: name.into(), models: several.join(", ") });
+        }
+    }
+    let closest = closest_names(name.rsplit('/').next().unwrap_or(name), models().map(|model| model.name));
     if closest.is_empty() {
         return Err(UnknownModel::Nothing(name.into()));
     }
@@ -243,6 +268,14 @@ pub enum UnknownModel {
         name: &'static str,
         /// Special properties of the architecture.
         why: &'static str,
+    },
+    /// A family of several models.
+    #[error("'{name}' may be any of {models}; name one")]
+    Several {
+        /// The requested name.
+        name: String,
+        /// The models whose names begin with it, separated by commas.
+        models: String,
     },
     /// Other models have similar names.
     #[error("no model is called '{name}'; closest: {closest}")]
@@ -281,8 +314,19 @@ mod tests {
         assert_eq!(find("LLaMA-3.1-8B").unwrap().layers, 32);
         assert_eq!(find("Mixtral-8x7B").unwrap().experts.unwrap().count, 8);
         assert!(UNSERVED.iter().all(|(name, _)| find(name).is_ok()));
+        for id in
+            ["meta-llama/Llama-3.1-8B-Instruct", "unsloth/Meta-Llama-3.1-8B", "NousResearch/llama-3.1-8b"]
+        {
+            assert_eq!(find(id).unwrap().name, "llama-3.1-8b", "{id}");
+        }
+        assert_eq!(find("mistralai/Mixtral-8x22B-Instruct-v0.1").unwrap().name, "mixtral-8x22b");
+        // the repository says how its weights are stored, which the name alone would lose
+        assert!(find("Qwen/Qwen3-8B-FP8").is_err());
+        let family = find("qwen3").unwrap_err().to_string();
+        assert!(family.contains("qwen3-0.6b, ") && family.ends_with("; name one"), "{family}");
         assert!(find("GLM-5").unwrap_err().to_string().contains("by an index"));
-        let error = find("llama3.1-8b").unwrap_err().to_string();
+        assert_eq!(find("llama3.1-8b").unwrap().name, "llama-3.1-8b");
+        let error = find("llama3.1-9b").unwrap_err().to_string();
         assert!(error.contains("closest: llama-3.1-8b"), "{error}");
         assert!(find("zz").unwrap_err().to_string().contains("checkpoint directory"));
         let names: std::collections::HashSet<&str> = models().map(|model| model.name).collect();

@@ -46,15 +46,8 @@ impl SimBackend {
         if selector.is_file() {
             return self.files.profile(&selector.part);
         }
-        let part = catalog::part(&selector.part).map(catalog::Part::best_profile);
-        part.ok_or_else(|| {
-            let known = match catalog::closest(&selector.part) {
-                near if near.is_empty() => "the catalog has nothing like it ('mixfleet parts').".to_owned(),
-                near => format!("did you mean {}?", near.join(", ")),
-            };
-            let part = &selector.part;
-            Error::invalid(format!("no part '{part}': {known} A path ends with '.json' or has a '/'"))
-        })
+        let part = catalog::named(&selector.part).map(catalog::Part::best_profile);
+        part.map_err(|why| Error::invalid(format!("{why}. A path ends with '.json' or has a '/'")))
     }
 }
 

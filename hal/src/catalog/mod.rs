@@ -15,7 +15,7 @@ mod reached;
 
 pub use driver_names::{SIMULATED, part_of_driver};
 pub use law::{LAW_FILES, LawKind, MeasuredLaw};
-pub use names::closest_names;
+pub use names::{closest_names, is_near, names_that_begin};
 pub use reached::{MeasuredEfficiency, lenders};
 
 use crate::profile::{CopyCost, DeviceProfile, LinearSegment, Provenance};
@@ -280,6 +280,24 @@ pub fn parts() -> &'static [Part] {
 /// Returns the part with this id (case-insensitive).
 pub fn part(id: &str) -> Option<&'static Part> {
     parts().iter().find(|part| part.id.eq_ignore_ascii_case(id))
+}
+
+/// Returns the part that a user means: the one with this id, or the only one whose id begins with it.
+///
+/// # Errors
+/// A message with the parts that begin with it, or else with those of similar names.
+pub fn named(text: &str) -> Result<&'static Part, String> {
+    if let Some(part) = part(text) {
+        return Ok(part);
+    }
+    match &names_that_begin(text, parts().iter().map(|part| part.id))[..] {
+        [only] => part(only).ok_or_else(|| format!("no part is called '{text}'")),
+        [] => match &closest(text)[..] {
+            [] => Err(format!("no part is called '{text}'; 'mixfleet parts' lists them")),
+            near => Err(format!("no part is called '{text}'; closest: {}", near.join(", "))),
+        },
+        several => Err(format!("'{text}' may be any of {}; name one", several.join(", "))),
+    }
 }
 
 /// Returns the ids most similar to `id`, best first, for error messages about unknown ids.

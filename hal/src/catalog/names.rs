@@ -17,12 +17,47 @@ pub fn closest_names<'a>(wanted: &str, candidates: impl IntoIterator<Item = &'a 
             let distance = edits(&wanted, &known);
             // a part of a name is a good guess, even if much of the name is missing
             let score = if inside { distance.min(1) } else { distance };
-            (inside || distance * 2 <= wanted.len().max(known.len())).then_some((score, name))
+            (inside || distance * NEAR <= wanted.len().max(known.len())).then_some((score, name))
         })
         .collect();
     scored.sort_by_key(|&(score, name)| (score, name.len()));
     scored.truncate(NAMES_MAX);
     scored.into_iter().map(|(_, name)| name).collect()
+}
+
+/// Returns the `candidates` that begin with `wanted`, ignoring case and punctuation.
+///
+/// Runs of letters and of digits are compared whole: `rtx 40` does not begin `RTX-4090`, and `h100sxm` begins
+/// `H100-SXM-80GB`.
+pub fn names_that_begin<'a>(wanted: &str, candidates: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
+    let wanted = runs(wanted);
+    let begins = |name: &&str| !wanted.is_empty() && runs(name).starts_with(&wanted);
+    candidates.into_iter().filter(begins).collect()
+}
+
+/// Returns whether one name is a typing mistake of the other: at most a third of its characters differ.
+pub fn is_near(one: &str, other: &str) -> bool {
+    let (one, other) = (plain(one), plain(other));
+    edits(&one, &other) * NEAR <= one.len().max(other.len())
+}
+
+/// One in this many characters of a name may be mistyped.
+const NEAR: usize = 3;
+
+/// Splits a name into its runs of letters and of digits, in lower case.
+fn runs(name: &str) -> Vec<String> {
+    let mut runs: Vec<String> = Vec::new();
+    let mut last = ' ';
+    for c in name.chars().flat_map(char::to_lowercase) {
+        let goes_on = last.is_alphanumeric() && last.is_numeric() == c.is_numeric();
+        match runs.last_mut() {
+            Some(run) if goes_on && c.is_alphanumeric() => run.push(c),
+            _ if c.is_alphanumeric() => runs.push(c.to_string()),
+            _ => {}
+        }
+        last = c;
+    }
+    runs
 }
 
 fn plain(name: &str) -> Vec<char> {
@@ -57,6 +92,20 @@ mod tests {
         assert_eq!(count("kitten", "sitting"), 3);
         assert_eq!(count("", "abc"), 3);
         assert_eq!(count("RTX 4090", "rtx-4090"), 0);
+    }
+
+    #[test]
+    fn whole_runs_begin_a_name_and_parts_of_them_do_not() {
+        let names = ["H100-SXM-80GB", "H100-PCIe-80GB", "L4", "L40S", "RTX-4090"];
+        assert_eq!(names_that_begin("h100", names), ["H100-SXM-80GB", "H100-PCIe-80GB"]);
+        assert_eq!(names_that_begin("h100sxm", names), ["H100-SXM-80GB"]);
+        assert_eq!(names_that_begin("L40", names), ["L40S"]);
+        assert_eq!(names_that_begin("rtx4090", names), ["RTX-4090"]);
+        for none in ["rtx-40", "l", "", "-"] {
+            assert!(names_that_begin(none, names).is_empty(), "{none}");
+        }
+        assert!(is_near("polcy", "policy") && is_near("Llama3.1-8B", "llama-3.1-8b"));
+        assert!(!is_near("host", "no-pin") && !is_near("run", "plan"));
     }
 
     #[test]

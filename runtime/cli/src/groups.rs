@@ -202,10 +202,7 @@ fn alike(written: &Written) -> Result<Alike, String> {
         Some(factor) => factor.parse().map_err(|_| format!("'{text}' has no number after {DILATION}"))?,
         None => 1.0,
     };
-    let part = catalog::part(name).ok_or_else(|| match &catalog::closest(name)[..] {
-        [] => format!("the catalog has no '{name}'; groups are of parts of the catalog ('mixfleet parts')"),
-        near => format!("the catalog has no '{name}'; did you mean {}?", near.join(", ")),
-    })?;
+    let part = catalog::named(name)?;
     Ok((part, (1, ExpertsBy::Columns), 1, dilation))
 }
 

@@ -41,7 +41,14 @@ fn located_in(given: &Path, cache: Option<&Path>) -> Result<Located, UsageError>
     let repository = match name.split('/').collect::<Vec<_>>().as_slice() {
         [owner, model] if !owner.is_empty() && !model.is_empty() => name.to_owned(),
         [_] => match find(name) {
-            Ok(known) => known.repository.to_owned(),
+            Ok(known) if known.name.eq_ignore_ascii_case(name) => known.repository.to_owned(),
+            // a tuned version has the shape of another model, and not its weights
+            Ok(known) => {
+                let (known, repository) = (known.name, known.repository);
+                return Err(UsageError(format!(
+                    "there is no directory {name}: name a repository as OWNER/{name}, or {known} for {repository}"
+                )));
+            }
             Err(_) if given.extension().is_some() => return Ok(as_given()),
             Err(error) => {
                 return Err(UsageError(format!("there is no directory {name} and no such model: {error}")));
@@ -119,6 +126,8 @@ mod tests {
         assert!(missing.contains("'hf download someone/another --revision v1'"), "{missing}");
         let known = in_cache("llama-3.1-8b").unwrap_err().0;
         assert!(known.contains("'hf download "), "{known}");
+        let tuned = in_cache("Llama-3.1-8B-Instruct").unwrap_err().0;
+        assert!(tuned.contains("OWNER/Llama-3.1-8B-Instruct"), "{tuned}");
         let unknown = in_cache("no-such-model-at-all").unwrap_err().0;
         assert!(unknown.contains("no such model"), "{unknown}");
         assert_eq!(path_of("./relative/path"), Path::new("./relative/path"));

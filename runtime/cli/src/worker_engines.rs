@@ -267,10 +267,7 @@ impl WorkerEngine {
         let Some(whole) = self.known_shape()? else { return Ok(None) };
         let (profile, all_reduce): (DeviceProfile, _) = match (&self.part, &self.profile) {
             (Some(name), _) => {
-                let part = catalog::part(name).ok_or_else(|| {
-                    let near = catalog::closest(name).join(", ");
-                    UsageError(format!("part={name}: the catalog has no such part; near it: {near}"))
-                })?;
+                let part = catalog::named(name).map_err(|why| UsageError(format!("part={name}: {why}")))?;
                 let several = AllReduce::of(part, self.tp);
                 (part.best_profile(), several)
             }

@@ -84,7 +84,7 @@ fn a_directory_without_weights_is_enough_and_what_does_not_fit_is_told_what_woul
 #[test]
 fn what_cannot_be_opened_is_explained() {
     let message = generate(&["--device", "sim:rtx-409"]).unwrap_err();
-    assert!(message.contains("did you mean RTX-4090"), "{message}");
+    assert!(message.contains("closest: RTX-4090"), "{message}");
     let message = generate(&["--device", "sim:none.json"]).unwrap_err();
     assert!(message.contains("cannot read the profile none.json"), "{message}");
     let plan = scratch("simulated").join("plan.json");

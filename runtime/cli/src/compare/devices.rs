@@ -153,7 +153,9 @@ pub(super) fn resolve(
             devices.retain(|device| device.name != *word);
             devices.push(own_device(&own, model)?);
         } else {
-            return Err(unknown(word).into());
+            let part =
+                catalog::named(word).map_err(|why| UsageError(format!("no file is called so, and {why}")))?;
+            add(&mut devices, part.id, None);
         }
     }
     for (name, file) in profiles {
@@ -177,7 +179,7 @@ pub(super) fn resolve(
 
 /// Adds a device of that name; if it exists already, the measurement is added to it.
 fn add(devices: &mut Vec<Compared>, name: &str, measured: Option<DeviceProfile>) {
-    let part = catalog::part(name);
+    let part = catalog::named(name).ok();
     let name = part.map_or(name, |part| part.id);
     match devices.iter_mut().find(|device| device.name.eq_ignore_ascii_case(name)) {
         Some(device) => device.measured = measured.or(device.measured.take()),
@@ -208,16 +210,6 @@ fn own_device(own: &OwnDevice, model: &ComparedModel<'_>) -> Result<Compared> {
     Ok(Compared { name, part, measured: None, own: Some(own_steps), price: None })
 }
 
-fn unknown(word: &str) -> UsageError {
-    let closest = catalog::closest(word);
-    let hint = if closest.is_empty() {
-        "'mixfleet parts' lists the catalog".to_string()
-    } else {
-        format!("closest: {}", closest.join(", "))
-    };
-    UsageError(format!("no part and no file is called '{word}'; {hint}"))
-}
-
 /// Applies prices from the command line, which take precedence over all others.
 pub(super) fn state_prices(devices: &mut [Compared], stated: &[DevicePrice]) -> Result<()> {
     for (at, DevicePrice { device: name, usd_per_hour }) in stated.iter().enumerate() {
@@ -229,7 +221,10 @@ pub(super) fn state_prices(devices: &mut [Compared], stated: &[DevicePrice]) -> 
                 UsageError(format!("--usd-per-hour {name}=0: a part for nothing has no comparison")).into()
             );
         }
-        let Some(device) = devices.iter_mut().find(|device| device.name.eq_ignore_ascii_case(name)) else {
+        let of_part = catalog::named(name).map_or(name.as_str(), |part| part.id);
+        let is_meant =
+            |device: &&mut Compared| device.name.eq_ignore_ascii_case(name) || device.name == of_part;
+        let Some(device) = devices.iter_mut().find(is_meant) else {
             let known: Vec<&str> = devices.iter().map(|device| device.name.as_str()).take(8).collect();
             let known = known.join(", ");
             return Err(UsageError(format!(
@@ -260,7 +255,15 @@ mod tests {
 
     #[test]
     fn parts_are_found_once_in_any_case_and_others_refused() {
-        assert_eq!(resolve_names(&["l4", "L4", "rtx-4090"]).unwrap(), ["L4", "RTX-4090"]);
+        assert_eq!(
+            resolve_names(&["l4", "L4", "rtx4090", "h100-sxm"]).unwrap(),
+            ["L4", "RTX-4090", "H100-SXM-80GB"]
+        );
+        let several = resolve_names(&["h100"]).unwrap_err().to_string();
+        assert!(
+            several.contains("may be any of H100-SXM-80GB, ") && several.ends_with("; name one"),
+            "{several}"
+        );
         let error = resolve_names(&["rtx-4091"]).unwrap_err();
         assert!(error.is::<UsageError>() && error.to_string().contains("closest: RTX-4090"), "{error}");
         assert!(resolve_names(&[]).unwrap().len() > 30);

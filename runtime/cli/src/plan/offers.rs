@@ -133,10 +133,7 @@ fn is_listed(args: &PlanArgs, part: &Part) -> bool {
 
 /// A part of the catalog, or the closest ones.
 fn part(id: &str) -> Result<&'static Part, String> {
-    catalog::part(id).ok_or_else(|| match catalog::closest(id).first() {
-        Some(closest) => format!("no part is called '{id}'; closest: {closest}"),
-        None => format!("no part is called '{id}'; 'mixfleet parts' lists the catalog"),
-    })
+    catalog::named(id)
 }
 
 /// Number of a part's devices in a list.

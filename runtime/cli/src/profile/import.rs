@@ -51,7 +51,7 @@ pub(super) struct ImportArgs {
     #[arg(long, value_name = "GIB", value_parser = crate::numbers::gib)]
     memory_gib: Option<f64>,
     /// Devices that share the model, where llmservingsim has tables for several numbers (tp1/, tp2/, ...)
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = crate::numbers::count::<u32>(1..=u32::MAX.into()))]
     devices: u32,
     /// Print JSON
     #[arg(long)]
@@ -198,9 +198,7 @@ fn of_points(
     origin: TableOrigin,
 ) -> Result<(DeviceProfile, Vec<HeldOut>)> {
     let part = match &args.part {
-        Some(id) => Some(catalog::part(id).ok_or_else(|| {
-            UsageError(format!("--part {id}: the catalog has none of that name; 'mixfleet parts' lists it"))
-        })?),
+        Some(id) => Some(catalog::named(id).map_err(|why| UsageError(format!("--part: {why}")))?),
         None => part_called(origin.device),
     };
     let memory = args.memory_gib.map(|gib| Bytes(gib * GIB as f64));

@@ -95,7 +95,7 @@ fn what_a_plan_for_vllm_writes_starts_a_gateway_that_answers_by_its_engines() {
 
     // the file's statement about an engine is not trusted if the engine can be queried
     for (from, to, says) in [
-        (",part=", ",part=X", "the catalog has no such part"),
+        (",part=", ",part=X", "no part is called 'X'"),
         (",usd=", ",usd=-", "no price"),
         (",shape=llama", ",shape=lama", "shape=lama"),
         ("vllm:", "vlm:", "unknown kind"),

@@ -1,6 +1,5 @@
 //! Derives the time of steps from a pool's device, profile or calibration.
 
-use super::error::suggestion;
 use super::model::INLINE;
 use super::own::{OwnCalibration, OwnDevice};
 use super::{FleetFileError, FleetSources, Model, attending, raw};
@@ -70,17 +69,18 @@ impl Hardware {
     ) -> Result<Self, FleetFileError> {
         let wrong =
             |key: &str, cause: String| FleetFileError::value(format!("pool '{}': {key}", pool.name), cause);
-        let unknown = |id: &str| {
-            let near = suggestion(id, catalog::parts().iter().map(|part| part.id));
-            wrong("device", format!("the catalog has no '{id}', nor is it a device of this machine{near}"))
-        };
+        let unknown =
+            |id: &str, why: &str| wrong("device", format!("'{id}' is no device of this machine, and {why}"));
         let mut own = None;
         let mut find = |id: &str| {
             if let Some(part) = catalog::part(id) {
                 return Ok(Some(part));
             }
             own = (sources.device)(id).map_err(|cause| wrong("device", cause))?;
-            own.as_ref().map(|own| own.part).ok_or_else(|| unknown(id))
+            match own.as_ref() {
+                Some(own) => Ok(own.part),
+                None => catalog::named(id).map(Some).map_err(|why| unknown(id, &why)),
+            }
         };
         // A device is a part of the catalog, or the file of a measured one.
         let (device, profile) = match device {

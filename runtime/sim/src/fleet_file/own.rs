@@ -183,7 +183,7 @@ mod tests {
         let known = [kept("llama-3.1-8b", &steps, "2026-11-30", false)];
         let two = pool("cuda:0", "devices_per_instance = 2", &known).unwrap();
         assert!(two.cost_basis.ends_with("a calibration of cuda:0 is of one device, and instances have 2"));
-        for (device, says) in [("cuda:7", "there is no device 7"), ("cqu", "the catalog has no 'cqu'")] {
+        for (device, says) in [("cuda:7", "there is no device 7"), ("cqu", "no part is called 'cqu'")] {
             let error = pool(device, "", &known).unwrap_err().to_string();
             assert!(error.contains(says), "{error}");
         }
