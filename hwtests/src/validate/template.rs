@@ -34,7 +34,7 @@ pub fn part_template(sketch: &PartSketch<'_>) -> String {
     let PartSketch { name, pci, profile } = *sketch;
     let mut text = String::from(
         "# What is claimed of a part, and what is known to be wrong with it; docs/reference/validation.md explains\n\
-         # each key. Check it with: mixfleet validate --part THIS_FILE\n\n\
+         # each key. Check it with: mixfleet validate --device DEV --part THIS_FILE\n\n\
          # Which part the file is about: a regular expression on the name that 'mixfleet devices' shows, a PCI id\n\
          # (vendor:device), or both.\n",
     );

@@ -9,6 +9,8 @@ use crate::notation::{Sharing, Written, WrittenGroup};
 use crate::remote::{self, OpenDevice, RemoteArgs};
 use anyhow::{Context, Result, bail};
 use mixfleet_discover::{Topology, Tree, same_part};
+use mixfleet_hal::catalog::{Part, part_of_driver};
+use mixfleet_hal::units::Bytes;
 use mixfleet_hal::{Absent, Backend, Device, DeviceInfo, ErrorKind};
 use mixfleet_plugin::PluginBackend;
 use mixfleet_scheduler::cost::ExpertsBy;
@@ -119,6 +121,13 @@ pub(crate) fn open_as(selector: &str, access: &RemoteArgs) -> Result<OpenDevice>
 /// Whether a selector begins with the name of a backend.
 pub(crate) fn is_named(selector: &str) -> bool {
     all().iter().any(|backend| backend.name() == name_of(selector))
+}
+
+/// The memory of a device of this machine that is this part, as its driver has it.
+pub(crate) fn memory_of(part: &Part) -> Option<Bytes> {
+    let is_part = |info: &DeviceInfo| part_of_driver(&info.name).is_some_and(|of| of.id == part.id);
+    let found: Vec<DeviceInfo> = all().iter().filter_map(|backend| backend.probe().ok()).flatten().collect();
+    found.into_iter().find(is_part).map(|info| info.memory)
 }
 
 /// The name of a selector's backend.
@@ -263,6 +272,13 @@ pub(crate) fn expand(wanted: &DeviceRole) -> Vec<DeviceRole> {
 /// Backends by preference: if several expose the same part, the first of them serves it. A backend made for
 /// the part comes before a portable one.
 const PREFERRED: [&str; 4] = ["cpu", "cuda", "wgpu", "opencl"];
+
+/// The device that is examined when none is named: one of a loaded library, else the first that would serve.
+pub(crate) fn first_selector() -> Result<String> {
+    let mut libraries = LOADED.get().into_iter().flatten().filter_map(|(backend, _)| backend.probe().ok());
+    let of_library = libraries.find_map(|devices| Some(devices.into_iter().next()?.id));
+    of_library.or_else(|| default_selectors().into_iter().next()).context("no device was found")
+}
 
 /// The devices that serve when none is named: every part once, even if a CPU is shown by another backend or a
 /// GPU by several.

@@ -24,6 +24,19 @@ pub(crate) fn is_terminal() -> bool {
     io::stdout().is_terminal()
 }
 
+/// Devices with the instances that they form: `3 x L4`, `6 x RTX-4090 as 3 pairs`, `8 x H200 as 2 instances`.
+pub(crate) fn devices_of(instances: u32, devices_each: u32, name: &str) -> String {
+    let all = u64::from(instances) * u64::from(devices_each);
+    let form = match (devices_each, instances) {
+        (1, _) => String::new(),
+        (2, 1) => " as a pair".to_owned(),
+        (2, _) => format!(" as {instances} pairs"),
+        (_, 1) => " as one instance".to_owned(),
+        (..) => format!(" as {instances} instances"),
+    };
+    format!("{all} x {name}{form}")
+}
+
 /// A value's name in JSON.
 pub(crate) fn word(value: &impl Serialize) -> String {
     match serde_json::to_value(value) {
@@ -148,6 +161,19 @@ mod tests {
         let path = "see /a/path/that/is/longer/than/any/screen for more\n";
         assert_eq!(shown(path, 20), "see\n  /a/path/that/is/longer/than/any/screen\n  for more\n");
         assert_eq!(shown("without an end", 5), "without an end");
+    }
+
+    #[test]
+    fn counts_are_of_devices() {
+        let all = [(3, 1), (1, 2), (4, 2), (1, 4), (2, 4)].map(|(count, each)| devices_of(count, each, "L4"));
+        let expected = [
+            "3 x L4",
+            "2 x L4 as a pair",
+            "8 x L4 as 4 pairs",
+            "4 x L4 as one instance",
+            "8 x L4 as 2 instances",
+        ];
+        assert_eq!(all, expected);
     }
 
     #[test]

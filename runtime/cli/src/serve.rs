@@ -49,7 +49,7 @@ pub(crate) fn run(args: ServeArgs, settings: &ServeSettings) -> Result<()> {
             let load = move |around: Around, options: &FrontArgs| {
                 load_engines(&worker_engine, kv_canary, options, around)
             };
-            front(options, &mut ServeSignals::new()?, load).await.map(drop)
+            front(options, &mut ServeSignals::new()?, Awaited::Engines, load).await.map(drop)
         });
     }
     let load = move |around: Around, options: &FrontArgs| {
@@ -57,7 +57,7 @@ pub(crate) fn run(args: ServeArgs, settings: &ServeSettings) -> Result<()> {
     };
     run_server(async {
         let mut signals = ServeSignals::new()?;
-        if let Some(pools) = front(options, &mut signals, load).await? {
+        if let Some(pools) = front(options, &mut signals, Awaited::Model, load).await? {
             signals.or_until_next(pools.write_back()).await;
         }
         Ok(())
@@ -136,10 +136,27 @@ pub(crate) fn check(args: &FrontArgs) -> Result<()> {
     Ok(())
 }
 
+/// What a server must have before it answers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Awaited {
+    Model,
+    Engines,
+}
+
+impl Awaited {
+    const fn words(self) -> &'static str {
+        match self {
+            Awaited::Model => "the model is still loading",
+            Awaited::Engines => "no external engine has answered yet",
+        }
+    }
+}
+
 /// Listens, answers once `load` is done, and ends at a signal. Returns what `load` keeps beside the model.
 pub(crate) async fn front<M: Into<Serving> + Send + 'static, K: Send + 'static>(
     args: FrontArgs,
     signals: &mut ServeSignals,
+    awaited: Awaited,
     load: impl FnOnce(Around, &FrontArgs) -> Result<(M, K)> + Send + 'static,
 ) -> Result<Option<K>> {
     let real = RealEnv::new(tokio::runtime::Handle::current());
@@ -156,6 +173,7 @@ pub(crate) async fn front<M: Into<Serving> + Send + 'static, K: Send + 'static>(
     let origins = args.connections.origins("--listen", &args.listen)?;
     let (keys, access) = access(&args)?;
     let api = Api::new(env.clone(), metrics.clone(), placements.clone(), limits, access);
+    api.waits_for(awaited.words());
     if let Some(keys) = keys {
         api.follow(keys).context("--api-keys: no thread is left to follow the file")?;
     }
@@ -167,7 +185,7 @@ pub(crate) async fn front<M: Into<Serving> + Send + 'static, K: Send + 'static>(
     let address = listener.address();
     let (shutdown, told) = watch::channel(Shutdown::No);
     let mut server = tokio::spawn(mixfleet_runtime::api::serve(listener, api.clone(), origins, told));
-    tracing::info!(%address, "listening; loading the model");
+    tracing::info!(%address, "listening; {}", awaited.words());
 
     let (events, mut writer) = event_log(&args, &env)?.unzip();
     let drain_s = args.connections.drain_s();

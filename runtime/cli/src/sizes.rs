@@ -63,9 +63,12 @@ pub(crate) fn of(
         );
     }
     if given.kv.is_none() || given.step_tokens_max.is_none() || given.sequences_max.is_none() {
-        let kv_from =
-            if keeps_kv { kv_from(&room, unknown.is_some(), &size) } else { "others keep it".into() };
-        say(info, &room, kv_from, &size);
+        let kv_from = match given.kv {
+            _ if !keeps_kv => "others keep it".into(),
+            Some(_) => "--kv-memory".into(),
+            None => kv_from(&room, unknown.is_some(), &size),
+        };
+        say(info, &room, &kv_from, given, &size);
     }
     warn_of_less(info);
     // Cores do not report the cause of a reduced clock, and reading their health takes a part of the start.
@@ -94,14 +97,18 @@ fn kv_from(room: &DeviceRoom, is_unknown: bool, size: &InstanceSize) -> String {
 }
 
 /// Logs the sizes with their reasons, in one line.
-fn say(info: &DeviceInfo, room: &DeviceRoom, kv_from: String, size: &InstanceSize) {
-    let step_from = room.ridge.map(|ridge| format!("ridge of {ridge:.0} FLOP/B"));
+fn say(info: &DeviceInfo, room: &DeviceRoom, kv_from: &str, given: GivenSizes, size: &InstanceSize) {
+    let step_from = match (given.step_tokens_max, room.ridge) {
+        (Some(_), _) => "--chunk".to_owned(),
+        (None, Some(ridge)) => format!("ridge of {ridge:.0} FLOP/B"),
+        (None, None) => "the part is not in the catalog".to_owned(),
+    };
     tracing::info!(
         device = %info.id,
         kv_gib = (gib(size.kv) * 10.0).round() / 10.0,
         kv_from,
         chunk = size.step_tokens_max,
-        chunk_from = step_from.as_deref().unwrap_or("the part is not in the catalog"),
+        chunk_from = step_from,
         sequences = size.sequences_max,
         "sized; --kv-memory, --chunk and --sequences change it"
     );

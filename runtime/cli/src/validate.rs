@@ -163,7 +163,7 @@ fn of_one_device(args: &RunArgs) -> Result<(), UsageError> {
 fn device_of(named: Option<&str>) -> Result<String> {
     match named {
         Some(device) => Ok(device.to_owned()),
-        None => backends::default_selectors().into_iter().next().context("no device was found"),
+        None => backends::first_selector(),
     }
 }
 

@@ -57,6 +57,11 @@ fn a_library_is_validated_as_parts_are() {
     let failed: Vec<&Value> =
         report["cases"].as_array().unwrap().iter().filter(|c| c["status"] == "fail").collect();
     assert!(failed.is_empty(), "{failed:?}");
+    // without a device the library's is meant, and the advice names it
+    let part = scratch("plugin-part").join("part.toml");
+    let begun = with(&folder.join("loops.so"), &["validate", "--init-part", part.to_str().unwrap()]);
+    let advice = text(&begun.stderr);
+    assert!(advice.contains("loops.so validate --device loops:0 --part "), "{advice}");
     let passed = report["cases"].as_array().unwrap().iter().filter(|c| c["status"] == "pass").count();
     assert!(passed > 100, "{passed} cases passed");
     let words = ["validate", "--device", "loops:0", "--level", "6", "--only", "l6", "--json"];

@@ -125,6 +125,8 @@ pub struct PlanFound {
     pub with_tiers: usize,
     /// Whether all simulations came to their end.
     pub complete: bool,
+    /// Whether the user ended it before that.
+    pub interrupted: bool,
 }
 
 impl PlanFound {

@@ -172,6 +172,7 @@ impl<'a> PlanSearch<'a> {
             ranked: ranked.len(),
             with_tiers: 0,
             complete: true,
+            interrupted: false,
         };
         self.prove_ranked(&ranked, &mut outcome)?;
         self.sort(&mut outcome);
@@ -189,6 +190,7 @@ impl<'a> PlanSearch<'a> {
             fleet.stress =
                 FleetStress { load: [attained[0], attained[1]], times: [attained[2], attained[3]] };
         }
+        outcome.interrupted = self.ask.cancelled.load(Ordering::Relaxed);
         Ok(outcome)
     }
 

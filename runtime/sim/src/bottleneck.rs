@@ -1,6 +1,6 @@
 //! What binds a fleet: the resource that its requests used most of.
 
-use crate::simulate::Results;
+use crate::simulate::{Misses, PoolResult, Results};
 use serde::Serialize;
 
 /// Utilisation below which a resource does not bind: misses are then not due to waiting.
@@ -46,6 +46,60 @@ pub struct Bottleneck {
     pub used: f64,
     /// Whether that is enough to make requests wait.
     pub binds: bool,
+    /// The objective that most requests missed, if any did.
+    pub missed: Option<MissedObjective>,
+}
+
+/// An objective that requests missed, and where.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct MissedObjective {
+    /// `TTFT`, `TBT` or `deadline`.
+    pub objective: &'static str,
+    /// Requests that were late by it, or rejected for it.
+    pub count: u64,
+    /// Requests of the run.
+    pub of: u64,
+    /// The pool that did most of the work that the objective times.
+    pub pool: String,
+    /// Whether this pool's bottleneck makes requests wait.
+    pub waits: bool,
+}
+
+impl MissedObjective {
+    fn of(results: &Results, most: &PoolResult, binds: bool) -> Option<Self> {
+        type Work = fn(&PoolResult) -> f64;
+        let Misses { ttft, tbt, deadline } = results.missed_by;
+        let rejected = |reason: &str| results.rejected.get(reason).copied().unwrap_or(0);
+        let all: [(&'static str, u64, Work); 3] = [
+            ("TTFT", ttft + rejected("ttft_slo"), |pool| pool.prefill_device_s),
+            ("TBT", tbt + rejected("tbt_slo"), |pool| pool.decode_device_s),
+            ("deadline", deadline + rejected("deadline"), |pool| {
+                pool.prefill_device_s + pool.decode_device_s
+            }),
+        ];
+        // Among equals the first counts.
+        let missed = all.into_iter().reduce(|most, other| if other.1 > most.1 { other } else { most });
+        let (objective, count, work) = missed.filter(|(_, count, _)| *count > 0)?;
+        let pool = results.pools.iter().max_by(|a, b| work(a).total_cmp(&work(b)))?;
+        let waits = binds && pool.name == most.name;
+        Some(MissedObjective { objective, count, of: results.requests, pool: pool.name.clone(), waits })
+    }
+
+    /// In words, with what would mend it.
+    pub fn text(&self) -> String {
+        let MissedObjective { objective, count, of, pool, waits } = self;
+        let remedy = match (waits, *objective) {
+            (true, _) => format!("requests wait for {pool}: add instances to it"),
+            (false, "TBT") => format!(
+                "steps of {pool} are too long: a faster part, more devices per instance, or fewer prompt tokens per step"
+            ),
+            (false, _) => format!(
+                "{pool} is idle at times: add instances if requests come in bursts; else one request alone takes too long, \
+                 which a faster part or more devices per instance mend"
+            ),
+        };
+        format!("{objective} missed by {count} of {of} requests; {remedy}")
+    }
 }
 
 impl Bottleneck {
@@ -70,18 +124,21 @@ impl Bottleneck {
         });
         // Among equals the first counts.
         let most = resources.reduce(|most, other| if other.2 > most.2 { other } else { most });
-        most.filter(|(.., used)| *used > 0.0).map(|(pool, resource, used)| Bottleneck {
-            pool: pool.name.clone(),
-            resource,
-            used,
-            binds: used >= BINDS_MIN,
+        most.filter(|(.., used)| *used > 0.0).map(|(pool, resource, used)| {
+            let binds = used >= BINDS_MIN;
+            let missed = MissedObjective::of(results, pool, binds);
+            Bottleneck { pool: pool.name.clone(), resource, used, binds, missed }
         })
     }
 
     /// In words.
     pub fn text(&self) -> String {
         let (percent, of) = (100.0 * self.used, self.resource.text());
-        let binds = if self.binds { "" } else { "nothing binds; most used: " };
+        let binds = match (self.binds, &self.missed) {
+            (true, _) => "",
+            (false, None) => "nothing binds; most used: ",
+            (false, Some(_)) => "most used: ",
+        };
         format!("{binds}{of} of {}, {percent:.0} % used", self.pool)
     }
 }

@@ -69,6 +69,27 @@ fn nothing_binds_a_fleet_with_plenty_of_all() {
     assert!(!found.binds && found.text().starts_with("nothing binds; most used: "), "{found:?}");
 }
 
+/// Prompts of 6 s each that come four a second, then a fleet that nothing binds.
+#[test]
+fn a_missed_objective_is_named_where_nothing_binds() {
+    let slow = play(&Scarce { per_token: 6e-3, ..PLENTY });
+    let found = Bottleneck::of(&slow).unwrap();
+    let missed = found.missed.as_ref().expect("an objective was missed");
+    assert_eq!((missed.objective, missed.pool.as_str(), missed.of), ("TTFT", "first", slow.requests));
+    assert_eq!(missed.count, slow.missed_by.ttft);
+    assert!(missed.waits && missed.text().contains("add instances"), "{missed:?}");
+    let mut idle = play(&PLENTY);
+    assert_eq!(Bottleneck::of(&idle).unwrap().missed, None);
+    idle.missed_by.tbt = 7;
+    let found = Bottleneck::of(&idle).unwrap();
+    assert!(!found.binds && found.text().starts_with("most used: "), "{found:?}");
+    let text = found.missed.unwrap().text();
+    assert!(
+        text.starts_with("TBT missed by 7 of ") && text.contains("steps of second are too long"),
+        "{text}"
+    );
+}
+
 /// One instance that does both has its time alone: what prompts take, and decode steps within the objective.
 #[test]
 fn an_instance_that_does_both_shares_its_time() {

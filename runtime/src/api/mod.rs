@@ -211,7 +211,8 @@ impl Serving {
 
 #[derive(Clone)]
 enum Phase {
-    Loading,
+    /// What is waited for, in words.
+    Loading(&'static str),
     Ready(Serving),
     Draining,
 }
@@ -314,12 +315,20 @@ impl Api {
             compilers: WorkPool::new(env.clone(), "compiler", COMPILING_MAX, limits.readers_waiting_max),
             answers: ByteBudget::new(limits.answers_bytes_max),
             access: access.into(),
-            phase: Mutex::new(Phase::Loading),
+            phase: Mutex::new(Phase::Loading("the model is still loading")),
             env,
             metrics,
             placements,
             limits,
         })
+    }
+
+    /// Says what requests wait for until [`Api::ready`], if it is not a model of this process.
+    pub fn waits_for(&self, what: &'static str) {
+        let mut phase = self.lock();
+        if matches!(*phase, Phase::Loading(_)) {
+            *phase = Phase::Loading(what);
+        }
     }
 
     /// Starts to answer with `serving`; without effect once draining.
@@ -346,9 +355,8 @@ impl Api {
     fn serving(&self) -> Result<Serving, ApiError> {
         match self.phase() {
             Phase::Ready(serving) => Ok(serving),
-            Phase::Loading => {
-                let why = self.metrics.why_none_serves(self.env.now());
-                let message = why.unwrap_or_else(|| "the model is still loading".into());
+            Phase::Loading(what) => {
+                let message = self.metrics.why_none_serves(self.env.now()).unwrap_or_else(|| what.into());
                 Err(ApiError::unavailable("loading", message, RETRY_AFTER_S))
             }
             Phase::Draining => {

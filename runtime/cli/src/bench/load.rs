@@ -202,21 +202,24 @@ impl LoadOutcome {
     /// Names and values, for people.
     pub(super) fn rows(&self) -> Vec<[String; 2]> {
         let of = |distribution: &Distribution| {
-            let Distribution { count, mean, p50, p90, p99, .. } = distribution;
-            if *count == 0 {
+            if distribution.count == 0 {
                 return "-".to_owned();
             }
+            let Distribution { mean, p50, p90, p99, .. } = distribution;
             format!("{mean:.4} mean, {p50:.4} p50, {p90:.4} p90, {p99:.4} p99")
         };
-        let failed = self.failed();
+        let rate = |count: f64, decimals: usize| match self.answered {
+            0 => "-".to_owned(),
+            _ => format!("{:.decimals$}", count / self.took_s),
+        };
         let mut rows = vec![
             ["requests answered".to_owned(), format!("{} in {:.1} s", self.answered, self.took_s)],
-            ["requests/s".to_owned(), format!("{:.3}", self.requests_per_s())],
-            ["goodput, requests/s".to_owned(), format!("{:.3}", self.within as f64 / self.took_s)],
-            ["tokens/s".to_owned(), format!("{:.2}", self.tokens as f64 / self.took_s)],
+            ["requests/s".to_owned(), rate(self.answered as f64, 3)],
+            ["goodput, requests/s".to_owned(), rate(self.within as f64, 3)],
+            ["tokens/s".to_owned(), rate(self.tokens as f64, 2)],
             ["TTFT, s".to_owned(), of(&self.ttft_s)],
             ["TBT, s".to_owned(), of(&self.tbt_s)],
-            ["failed".to_owned(), failed.to_string()],
+            ["failed".to_owned(), self.failed().to_string()],
         ];
         rows.extend(self.failures.iter().map(|(why, times)| [format!("  {times} times"), why.clone()]));
         rows

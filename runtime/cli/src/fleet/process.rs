@@ -44,7 +44,7 @@ pub(crate) fn router(args: RouterArgs) -> Result<()> {
         let load = move |around: Around, front: &crate::args::FrontArgs| {
             handle.block_on(join_as_router(&join, &model, front, around))
         };
-        if let Some(membership) = serve::front(front, &mut signals, load).await? {
+        if let Some(membership) = serve::front(front, &mut signals, serve::Awaited::Model, load).await? {
             signals.or_until_next(leave(membership)).await;
         }
         Ok(())

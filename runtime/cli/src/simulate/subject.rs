@@ -1,7 +1,7 @@
 //! What a run simulated, so that its results can be read without its command line.
 
 use super::args::SimulateArgs;
-use crate::screen::word;
+use crate::screen::{devices_of, word};
 use anyhow::{Context, Result};
 use mixfleet_hal::files::{self, TEXT_BYTES_MAX};
 use mixfleet_hwtests::validate::sha256;
@@ -74,7 +74,8 @@ impl SimulatedPool {
             let device = device.as_deref().unwrap_or(other);
             if count == 1 { device.to_owned() } else { format!("{count} {device}") }
         };
-        let mut devices = several(self.devices_per_instance, &self.device);
+        let device = self.device.as_deref().unwrap_or(other);
+        let mut devices = devices_of(self.instances, self.devices_per_instance, device);
         if let Some(AttentionDevices { device, count, split }) = &self.attention {
             devices += &format!(" with {} for attention by {split}", several(*count, device));
         }
@@ -82,7 +83,7 @@ impl SimulatedPool {
             Some(usd) => format!("${usd:.3} per hour each, {}", self.price_from),
             None => self.price_from.clone(),
         };
-        format!("{} x {devices}, {}; {rent}", self.instances, word(&self.role))
+        format!("{devices}, {}; {rent}", word(&self.role))
     }
 }
 

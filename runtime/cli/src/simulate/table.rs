@@ -108,7 +108,11 @@ pub(super) fn table(simulated: &SimulationSubject, r: &Results, unmet: &Unmet) -
         line("rent", format!("{per_hour}${:.2}, {}", r.usd_rent, per_million(r.usd_rent_per_million_tokens)));
         line("busy rent", format!("${:.2}, {}", r.usd_busy, per_million(r.usd_busy_per_million_tokens)));
     }
-    line("bottleneck", Bottleneck::of(r).map_or_else(|| NONE.into(), |found| found.text()));
+    let found = Bottleneck::of(r);
+    line("bottleneck", found.as_ref().map_or_else(|| NONE.into(), Bottleneck::text));
+    if let Some(missed) = found.and_then(|found| found.missed) {
+        line("", missed.text());
+    }
     line("simulated time", format!("{:.0} s", r.simulated_s));
     text
 }

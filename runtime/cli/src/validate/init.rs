@@ -16,10 +16,12 @@ pub(super) fn run(file: &Path, device: Option<&str>, profile: Option<&Path>) -> 
     }
     let profile = profile.map(read).transpose()?;
     // a profile needs no device, unless one is named
-    let info = match (&profile, device) {
+    let selector = match (&profile, device) {
         (Some(_), None) => None,
-        (_, device) => Some(backends::open(&device_of(device)?)?.info().clone()),
+        (_, device) => Some(device_of(device)?),
     };
+    let opened = selector.as_deref().map(backends::open).transpose()?;
+    let info = opened.map(|device| device.info().clone());
     let name = match (&info, &profile) {
         (Some(info), Some(profile)) if info.name != profile.device.name => {
             let (device, profiled) = (&info.name, &profile.device.name);
@@ -31,7 +33,12 @@ pub(super) fn run(file: &Path, device: Option<&str>, profile: Option<&Path>) -> 
     let pci = info.as_ref().and_then(|info| facts::HostFacts::read().pci_id(info));
     let text = part_template(&PartSketch { name: &name, pci: pci.as_deref(), profile: profile.as_ref() });
     write_whole(file, text.as_bytes()).with_context(|| format!("cannot write {}", file.display()))?;
-    eprintln!("{} is about '{name}': edit it, then mixfleet validate --part {0}", file.display());
+    let backends: String = backends::loaded().map(|from| format!(" --backend {}", from.display())).collect();
+    let device = selector.as_deref().unwrap_or("DEV");
+    eprintln!(
+        "{} is about '{name}': edit it, then mixfleet{backends} validate --device {device} --part {0}",
+        file.display()
+    );
     Ok(())
 }
 

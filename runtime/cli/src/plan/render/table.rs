@@ -202,8 +202,11 @@ fn below(text: &mut String, planned: &Planned<'_>, best: &ProvenFleet, started: 
         }
     }
     if !outcome.complete {
-        let budget = args.budget_s;
-        line("stopped", format!("before all was simulated (--budget-s {budget}): the best so far"));
+        let by = match outcome.interrupted {
+            true => "by a signal".to_owned(),
+            false => format!("--budget-s {}", args.budget_s),
+        };
+        line("stopped", format!("before all was simulated ({by}): the best so far"));
     }
     if let Some(directory) = planned.out {
         line("written", directory.join("FLEET.toml").display().to_string());
@@ -303,7 +306,10 @@ pub(in crate::plan) fn unmet(planned: &Planned<'_>) -> String {
         );
     }
     if outcome.shortfall.is_empty() && !outcome.complete {
-        text.push_str("; the time ended before all was simulated, a longer --budget-s may find one");
+        text.push_str(match outcome.interrupted {
+            true => "; it was stopped before all was simulated",
+            false => "; the time ended before all was simulated, a longer --budget-s may find one",
+        });
     }
     text
 }

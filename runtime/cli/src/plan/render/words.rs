@@ -1,13 +1,13 @@
 //! The pools of a plan, and the steps of its search, in words.
 
 use crate::plan::tiers;
-use crate::screen::word;
+use crate::screen::{devices_of, word};
 use mixfleet_planner::search::SearchProgress;
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_scheduler::plan::offer::OfferedPart;
 use mixfleet_scheduler::plan::program::Duty;
 
-/// Pools in words, those in use: `2 x 4 H100-SXM-80GB prefill + 3 x RTX-4090 decode`.
+/// Pools in words, those in use: `8 x H100-SXM-80GB as 2 instances prefill + 3 x RTX-4090 decode`.
 pub(super) fn pools_words(parts: &[OfferedPart], pools: &[PlannedPool]) -> String {
     let used = pools.iter().filter(|pool| pool.count > 0);
     used.map(|pool| pool_words(parts, pool)).collect::<Vec<_>>().join(" + ")
@@ -15,7 +15,7 @@ pub(super) fn pools_words(parts: &[OfferedPart], pools: &[PlannedPool]) -> Strin
 
 fn pool_words(parts: &[OfferedPart], pool: &PlannedPool) -> String {
     let name = parts[pool.part].name();
-    let devices = if pool.layout.devices == 1 { String::new() } else { format!("{} ", pool.layout.devices) };
+    let devices = devices_of(pool.count, pool.layout.devices, name);
     let attends = pool.attends.map_or_else(String::new, |others| {
         format!(" with {} {} for attention", others.devices, parts[others.part].name())
     });
@@ -25,7 +25,7 @@ fn pool_words(parts: &[OfferedPart], pool: &PlannedPool) -> String {
         Duty::Prefill => " prefill",
         Duty::Decode => " decode",
     };
-    format!("{} x {devices}{name}{}{attends}{duty}{spare}", pool.count, pool.layout.words())
+    format!("{devices}{}{attends}{duty}{spare}", pool.layout.words())
 }
 
 /// A step of a search in a line.
