@@ -6,12 +6,11 @@ mod target;
 use crate::args::{DeviceRole, GenerateArgs, ModelArgs};
 use crate::failure::{Failed, UsageError};
 use crate::generate::ReadyModel;
-use crate::machine;
-use crate::numbers::positive;
+use crate::numbers::{count, seconds};
 use crate::output_files::{leave_no_empty, writable};
 use crate::remote::RemoteArgs;
-use crate::screen;
 use crate::trace_file::ReplayArgs;
+use crate::{machine, screen, server};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use indicatif::ProgressBar;
@@ -49,19 +48,19 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "FILE", requires = "against")]
     key_file: Option<PathBuf>,
     /// Lengths of prompts
-    #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "512", value_parser = tokens())]
+    #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "512", value_parser = count::<u32>(1..=1 << 20))]
     prompt_tokens: Vec<u32>,
     /// Lengths of answers
-    #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "128", value_parser = tokens())]
+    #[arg(long, value_name = "N,N", value_delimiter = ',', default_value = "128", value_parser = count::<u32>(1..=1 << 20))]
     answer_tokens: Vec<u32>,
     /// Repetitions of each test
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = crate::numbers::count::<u32>(1..=1000))]
     repeat: u32,
     /// Closed loop: N concurrent clients; several for a curve
-    #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = count::<u32>(1..=4096))]
     clients: Vec<u32>,
     /// Requests of all clients together
-    #[arg(long, value_name = "N", default_value_t = 64, requires = "clients")]
+    #[arg(long, value_name = "N", default_value_t = 64, requires = "clients", value_parser = count::<u32>(1..=u32::MAX.into()))]
     requests: u32,
     /// Load by a trace's requests, at their times, with its lengths and shared prefixes
     #[arg(long, value_name = "FILE", conflicts_with = "clients")]
@@ -69,10 +68,10 @@ pub(crate) struct BenchArgs {
     #[command(flatten)]
     replay: ReplayArgs,
     /// Goodput objective: seconds to the first token of an answer
-    #[arg(long, value_name = "SECONDS", value_parser = positive)]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     ttft_slo: Option<f64>,
     /// Goodput objective: mean seconds between tokens
-    #[arg(long, value_name = "SECONDS", value_parser = positive)]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     tbt_slo: Option<f64>,
     /// Print JSON
     #[arg(long)]
@@ -80,10 +79,6 @@ pub(crate) struct BenchArgs {
     /// Write a self-contained HTML page
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
-}
-
-fn tokens() -> clap::builder::RangedI64ValueParser<u32> {
-    clap::value_parser!(u32).range(1..=1 << 20)
 }
 
 /// A test of one target: prompts (`pp512`) or answers (`tg128`) of this many tokens.
@@ -152,13 +147,8 @@ async fn targets(args: &BenchArgs) -> Result<Vec<Arc<BenchTarget>>> {
         targets.push(Arc::new(BenchTarget::Here(Box::new(ReadyModel::checked(&generate, |_| Ok(()))?))));
     }
     if let Some(address) = &args.against {
-        let read = |file: &PathBuf| {
-            mixfleet_hal::files::read_text(file)
-                .with_context(|| format!("cannot read the key in {}", file.display()))
-        };
-        let key = args.key_file.as_ref().map(read).transpose()?;
-        let model = args.served_model.clone();
-        targets.push(Arc::new(BenchTarget::there(address, key.as_deref().map(str::trim), model).await?));
+        let named = server::open(address, args.key_file.as_deref(), args.served_model.clone()).await?;
+        targets.push(Arc::new(BenchTarget::There(Box::new(named))));
     }
     Ok(targets)
 }

@@ -1,21 +1,23 @@
 //! Implements `mixfleet chat`.
 
-use crate::args::{DeviceRole, GenerateArgs, ModelArgs};
-use crate::failure::UsageError;
-use crate::generate::ReadyModel;
-use crate::generate::answer::CollectedAnswer;
+mod input;
+mod partner;
+
+use crate::args::{DeviceRole, ModelArgs};
+use crate::interrupt::interrupted;
 use crate::remote::RemoteArgs;
-use anyhow::{Result, bail};
+use anyhow::Result;
 use clap::Args;
-use mixfleet_hal::cast::to_u32;
-use mixfleet_runtime::api::{Marked, TextModel};
-use mixfleet_runtime::env::Env;
+use input::ChatInput;
+use mixfleet_engines::EngineAddress;
 use mixfleet_runtime::model::ChatMessage;
-use mixfleet_runtime::request::{GenerateRequest, Sampling};
-use std::io::{BufRead, IsTerminal, Write};
+use partner::{ChatAnswer, ChatPartner};
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
 
 /// Messages about the conversation itself.
-const HELP: &str = "/new begins another conversation, /quit or the end of input (Ctrl-D) ends";
+const HELP: &str = "/system TEXT sets the system prompt, /new begins another conversation, /bye or Ctrl-D ends; Ctrl-C \
+                    stops an answer, and pasted text may have several lines";
 
 #[derive(Debug, Args)]
 pub(crate) struct ChatArgs {
@@ -26,11 +28,20 @@ pub(crate) struct ChatArgs {
     /// A device, or DEV=prefill, DEV=decode; repeatable [default: auto]
     #[arg(long, value_name = "DEV[=ROLE]")]
     device: Vec<DeviceRole>,
+    /// Talk with a server that has OpenAI's interface, http://HOST:PORT, in place of a model here
+    #[arg(long, value_name = "URL", conflicts_with_all = ["model", "device"])]
+    against: Option<EngineAddress>,
+    /// Model name on the server [default: the first that it lists]
+    #[arg(long, value_name = "NAME", requires = "against")]
+    served_model: Option<String>,
+    /// File with the server's API key
+    #[arg(long, value_name = "FILE", requires = "against")]
+    key_file: Option<PathBuf>,
     /// System prompt of the conversation
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     /// Maximum tokens of an answer
-    #[arg(long, value_name = "N", default_value_t = 1024)]
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = crate::numbers::count::<u32>(1..=u32::MAX.into()))]
     max_tokens: u32,
     /// Sampling temperature; 0 is greedy [default: the model's, else 1]
     #[arg(long, value_parser = crate::args::temperature)]
@@ -43,89 +54,99 @@ pub(crate) struct ChatArgs {
 pub(crate) fn run(args: ChatArgs) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async {
-        let generate = GenerateArgs::of_devices(args.model.clone(), args.remote.clone(), args.device.clone());
-        let ready = ReadyModel::checked(&generate, |model| match &model.text.template {
-            Some(_) => Ok(()),
-            None => bail!(UsageError("this model has no chat template: use 'mixfleet generate'".to_owned())),
-        })?;
-        let talked = talk(&args, &ready).await;
-        ready.end().await;
+        let partner = ChatPartner::open(&args).await?;
+        let talked = Conversation::new(&args, &partner).talk().await;
+        partner.end().await;
         talked
     })
 }
 
-/// Reads what the user says until the end of input, and answers it.
-async fn talk(args: &ChatArgs, ready: &ReadyModel) -> Result<()> {
-    let is_terminal = std::io::stdin().is_terminal();
-    if is_terminal {
-        eprintln!("{}: {HELP}", ready.model.name);
+/// What has been said, and with whom.
+struct Conversation<'a> {
+    args: &'a ChatArgs,
+    partner: &'a ChatPartner,
+    system: Option<String>,
+    messages: Vec<ChatMessage>,
+    /// Number of questions so far.
+    turn: u64,
+    is_terminal: bool,
+}
+
+impl<'a> Conversation<'a> {
+    fn new(args: &'a ChatArgs, partner: &'a ChatPartner) -> Self {
+        let is_terminal = std::io::stdin().is_terminal();
+        let system = args.system.clone();
+        Conversation { args, partner, system, messages: Vec::new(), turn: 0, is_terminal }
     }
-    let system = args.system.iter().map(|text| ChatMessage::new("system", text.as_str()));
-    let begin: Vec<ChatMessage> = system.collect();
-    let mut messages = begin.clone();
-    let mut turn = 0;
-    loop {
-        if is_terminal {
-            eprint!("> ");
-            std::io::stderr().flush()?;
+
+    /// Reads what the user says until the end of input, and answers it.
+    async fn talk(&mut self) -> Result<()> {
+        let mut input = ChatInput::open(self.is_terminal)?;
+        if self.is_terminal {
+            eprintln!("{}: {HELP}", self.partner.name());
         }
-        let mut said = String::new();
-        if std::io::stdin().lock().read_line(&mut said)? == 0 {
-            return Ok(());
-        }
-        match said.trim() {
-            "" => continue,
-            "/quit" => return Ok(()),
-            "/new" => {
-                messages.clone_from(&begin);
-                continue;
+        while let Some(said) = input.next()? {
+            let (command, rest) = said.split_once(char::is_whitespace).unwrap_or((&said, ""));
+            match command {
+                "" => {}
+                "/bye" | "/quit" => return Ok(()),
+                "/help" => eprintln!("{HELP}"),
+                "/new" => self.messages.clear(),
+                "/system" => self.set_system(rest.trim()),
+                unknown if self.is_terminal && is_command(unknown) => {
+                    eprintln!("mixfleet: there is no {unknown}; {HELP}");
+                }
+                _ => self.say(&said).await?,
             }
-            said => messages.push(ChatMessage::new("user", said)),
         }
-        turn += 1;
-        match answer(args, ready, &messages, turn).await {
-            Ok(text) => messages.push(ChatMessage::new("assistant", text)),
-            // the next tokens may form valid text
-            Err(error) if is_terminal => {
-                messages.pop();
+        Ok(())
+    }
+
+    fn set_system(&mut self, text: &str) {
+        if text.is_empty() {
+            eprintln!("system prompt: {}", self.system.as_deref().unwrap_or("none"));
+        } else {
+            self.system = Some(text.to_owned());
+        }
+    }
+
+    async fn say(&mut self, said: &str) -> Result<()> {
+        self.turn += 1;
+        self.messages.push(ChatMessage::new("user", said));
+        let system = self.system.iter().map(|text| ChatMessage::new("system", text.as_str()));
+        let all: Vec<ChatMessage> = system.chain(self.messages.iter().cloned()).collect();
+        match self.partner.answer(self.args, &all, self.turn, interrupted(self.is_terminal)).await {
+            Ok(answer) => {
+                writeln!(std::io::stdout().lock())?;
+                if std::io::stderr().is_terminal() {
+                    say_speed(&answer);
+                }
+                self.messages.push(ChatMessage::new("assistant", answer.text));
+                Ok(())
+            }
+            // the next question may be answered
+            Err(error) if self.is_terminal => {
+                self.messages.pop();
                 eprintln!("mixfleet: {error:#}");
+                Ok(())
             }
-            Err(error) => return Err(error),
+            Err(error) => Err(error),
         }
     }
 }
 
-/// Prints the answer to a conversation as it comes; its text.
-async fn answer(args: &ChatArgs, ready: &ReadyModel, messages: &[ChatMessage], turn: u64) -> Result<String> {
-    let (model, config) = (&ready.model, &ready.model.checkpoint.config);
-    let said = messages.iter().map(|message| &message.content);
-    if said.into_iter().any(|text| !model.text.special_places(text).is_empty()) {
-        bail!("the conversation holds the text of a special token, which is not passed on");
-    }
-    let rendered = model.text.render_chat(messages, true, &serde_json::Map::new(), true, &|| false);
-    let marked = rendered.and_then(|rendered| Marked::chat(rendered, None));
-    let prompt = marked.and_then(|marked| model.text.encode(&marked, false)).map_err(anyhow::Error::msg)?;
-    let left = config.context_max.saturating_sub(to_u32(prompt.len()));
-    if left == 0 {
-        bail!("the conversation fills the model's context of {} tokens: {HELP}", config.context_max);
-    }
-    let (asked_s, sampling) = (ready.env.now().0, model.sampling());
-    let request = GenerateRequest {
-        eos_ids: config.eos_ids.clone().into(),
-        sampling: Sampling {
-            temperature: args.temperature.unwrap_or(sampling.temperature),
-            seed: args.seed.wrapping_add(turn),
-            ..sampling
-        },
-        ..GenerateRequest::greedy(format!("chat-{turn}"), prompt, args.max_tokens.clamp(1, left))
+/// Whether a word is meant as a command, and not a path or a sentence.
+fn is_command(word: &str) -> bool {
+    word.strip_prefix('/')
+        .is_some_and(|name| !name.is_empty() && name.bytes().all(|c| c.is_ascii_lowercase()))
+}
+
+fn say_speed(answer: &ChatAnswer) {
+    let stopped = if answer.stopped { "stopped, " } else { "" };
+    let [first_s, .., last_s] = answer.times_s[..] else {
+        eprintln!("[{stopped}{} tokens]", answer.tokens);
+        return;
     };
-    let updates = ready.engine.handle.submit(request).await?;
-    let answer =
-        CollectedAnswer::new(model.text.tokenizer.stream(), true).collect(updates, ready.env.clone()).await?;
-    writeln!(std::io::stdout().lock())?;
-    if let (true, [first, .., last]) = (std::io::stderr().is_terminal(), &answer.times_s[..]) {
-        let (ttft_s, rate) = (first - asked_s, (answer.times_s.len() - 1) as f64 / (last - first).max(1e-9));
-        eprintln!("[{} tokens, the first after {ttft_s:.2} s, {rate:.1} tokens/s]", answer.ids.len());
-    }
-    Ok(answer.text)
+    let rate = answer.tokens.saturating_sub(1) as f64 / (last_s - first_s).max(1e-9);
+    eprintln!("[{stopped}{} tokens, the first after {first_s:.2} s, {rate:.1} tokens/s]", answer.tokens);
 }

@@ -25,6 +25,13 @@ pub(crate) fn cancel_on_interrupt(cancelled: Arc<AtomicBool>, what: &'static str
     });
 }
 
+/// Waits for Ctrl-C at a terminal; for ever otherwise, as a signal then ends the process.
+pub(crate) async fn interrupted(may_be: bool) {
+    if !may_be || tokio::signal::ctrl_c().await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}
+
 /// An interrupt, a hang-up of the terminal, or a request to terminate.
 #[cfg(unix)]
 struct EndSignals([tokio::signal::unix::Signal; 3]);

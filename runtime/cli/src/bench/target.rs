@@ -1,10 +1,10 @@
 //! The target of a measurement: a model on devices of this process, or a server.
 
-use super::wrong;
 use crate::generate::ReadyModel;
 use crate::generate::answer::CollectedAnswer;
+use crate::server::NamedServer;
 use anyhow::{Context, Result, bail};
-use mixfleet_engines::{EngineAddress, EngineKind, HttpEngine};
+use mixfleet_engines::HttpEngine;
 use mixfleet_hal::outside::{EngineAnswer, EngineCall, EngineEndpoint, EngineShare, OutsideEngine};
 use mixfleet_hal::random::mix;
 use mixfleet_runtime::env::Env;
@@ -22,8 +22,7 @@ static PROMPTS: AtomicU64 = AtomicU64::new(0);
 pub(super) enum BenchTarget {
     /// Devices of this process.
     Here(Box<ReadyModel>),
-    /// A server and its model's name.
-    There(Box<HttpEngine>, String),
+    There(Box<NamedServer>),
 }
 
 /// When the tokens of an answer came.
@@ -51,35 +50,10 @@ impl TokenTimes {
 }
 
 impl BenchTarget {
-    /// The server at this address.
-    ///
-    /// # Errors
-    /// When it does not answer, or lists no model.
-    pub(super) async fn there(
-        address: &EngineAddress,
-        key: Option<&str>,
-        model: Option<String>,
-    ) -> Result<BenchTarget> {
-        // every server answers these requests as vLLM does
-        let engine = HttpEngine::new(EngineKind::Vllm, address.clone(), key, None).map_err(wrong)?;
-        let model = match model {
-            Some(model) => model,
-            None => {
-                let server = engine.name().trim_start_matches("vllm:").to_owned();
-                let told = engine.probe().await.with_context(|| format!("--against {server}"))?;
-                let first = told.models.into_iter().next();
-                first.with_context(|| format!("--against {server}: it lists no model"))?.name
-            }
-        };
-        Ok(BenchTarget::There(Box::new(engine), model))
-    }
-
     pub(super) fn name(&self) -> String {
         match self {
             BenchTarget::Here(ready) => ready.model.name.clone(),
-            BenchTarget::There(engine, model) => {
-                format!("{model} at {}", engine.name().trim_start_matches("vllm:"))
-            }
+            BenchTarget::There(named) => named.name(),
         }
     }
 
@@ -106,7 +80,7 @@ impl BenchTarget {
     pub(super) async fn answer(&self, prompt: Vec<u32>, tokens: u32) -> Result<TokenTimes> {
         match self {
             BenchTarget::Here(ready) => here(ready, prompt, tokens).await,
-            BenchTarget::There(engine, model) => there(engine, model, &prompt, tokens).await,
+            BenchTarget::There(named) => there(&named.engine, &named.model, &prompt, tokens).await,
         }
     }
 

@@ -7,6 +7,7 @@ use mixfleet_runtime::model::TokenStream;
 use mixfleet_runtime::request::{Update, UpdateReceiver};
 use serde_json::{Value, json};
 use std::io::Write;
+use std::pin::pin;
 use std::sync::Arc;
 
 /// One copy's answer.
@@ -19,17 +20,46 @@ pub(crate) struct CollectedAnswer {
     placement: Value,
     /// When each token came.
     pub(crate) times_s: Vec<f64>,
+    /// Whether it was ended before its end.
+    pub(crate) stopped: bool,
 }
 
 impl CollectedAnswer {
     pub(crate) fn new(stream: TokenStream, shown: bool) -> Self {
         let (text, ids, times_s) = Default::default();
-        CollectedAnswer { stream: Some(stream), shown, text, ids, placement: Value::Null, times_s }
+        CollectedAnswer {
+            stream: Some(stream),
+            shown,
+            text,
+            ids,
+            placement: Value::Null,
+            times_s,
+            stopped: false,
+        }
     }
 
     /// Collects the answer to its end.
-    pub(crate) async fn collect(mut self, mut updates: UpdateReceiver, env: Arc<impl Env>) -> Result<Self> {
-        while let Some(update) = updates.recv().await {
+    pub(crate) async fn collect(self, updates: UpdateReceiver, env: Arc<impl Env>) -> Result<Self> {
+        self.collect_until(updates, env, std::future::pending()).await
+    }
+
+    /// Collects the answer to its end, or to that of `stop`.
+    pub(crate) async fn collect_until(
+        mut self,
+        mut updates: UpdateReceiver,
+        env: Arc<impl Env>,
+        stop: impl Future<Output = ()>,
+    ) -> Result<Self> {
+        let mut stop = pin!(stop);
+        loop {
+            let update = tokio::select! {
+                update = updates.recv() => update,
+                () = &mut stop => {
+                    self.stopped = true;
+                    break;
+                }
+            };
+            let Some(update) = update else { break };
             match update {
                 Update::Placed { prefill, decode } => {
                     self.placement = json!({"prefill": prefill, "decode": decode})
@@ -112,6 +142,7 @@ mod tests {
             ids: vec![7; times_s.len()],
             placement: Value::Null,
             times_s: times_s.to_vec(),
+            stopped: false,
         };
         PromptAnswers { answers: times_s.iter().map(answer).collect(), start_s: 1.0, energy_j: Some(6.0) }
     }
