@@ -4,11 +4,11 @@ use crate::failure::UsageError;
 use crate::{backends, model_shape, profile, profiles, screen};
 use anyhow::{Result, bail};
 use clap::Args;
-use mixfleet_hal::StoredAs;
 use mixfleet_hal::cast::to_u64;
 use mixfleet_hal::catalog::{self, Part, part_of_driver};
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::GB;
+use mixfleet_hal::{DType, StoredAs};
 use mixfleet_scheduler::cost::{CostModel, EngineCost, ProfileCost};
 use mixfleet_scheduler::engines;
 use mixfleet_scheduler::models::models;
@@ -36,10 +36,10 @@ pub(crate) struct FitArgs {
     #[arg(long, value_name = "DTYPES", value_delimiter = ',', default_values = ["bf16", "fp8", "int4"])]
     dtype: Vec<StoredAs>,
     /// Context of each sequence while it decodes
-    #[arg(long, value_name = "TOKENS", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    #[arg(long, value_name = "TOKENS", default_value_t = 2048, value_parser = crate::numbers::count::<u32>(1..=1 << 20))]
     context: u32,
     /// Length of the prompt whose rate is shown
-    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = crate::numbers::count::<u32>(1..=1 << 20))]
     prompt: u32,
     /// Measure the device again, though an earlier run kept its measurements
     #[arg(long)]
@@ -94,7 +94,10 @@ pub(crate) fn run(args: &FitArgs) -> Result<()> {
     let mut fitting = Vec::new();
     let mut oversized = Vec::new();
     for forms in subjects {
-        let fits: Vec<FittingModel> = forms.iter().filter_map(|form| fit(form, &device, args)).collect();
+        let Some(first) = forms.first() else { continue };
+        let wide = model_shape::of(&first.name, Some(StoredAs::Plain(DType::Bf16)))?;
+        let fits: Vec<FittingModel> =
+            forms.iter().filter_map(|form| fit(form, &wide, &device, args)).collect();
         if fits.is_empty() {
             let least = forms.iter().min_by(|a, b| a.weight_bytes().total_cmp(&b.weight_bytes()));
             oversized.extend(least.map(|form| OversizedModel {
@@ -121,30 +124,30 @@ pub(crate) fn run(args: &FitArgs) -> Result<()> {
 fn device(args: &FitArgs) -> Result<FittedDevice> {
     let selector = match &args.device {
         Some(named) => named.clone(),
-        None => match backends::default_selectors().into_iter().next() {
-            Some(first) => first,
-            None => bail!("no device was found: give a part of the catalog with --device"),
-        },
+        None => backends::first_selector()?,
     };
-    if let Some(part) = catalog::part(&selector) {
+    let is_other = Path::new(&selector).is_file() || backends::is_named(&selector);
+    let part = match catalog::named(&selector) {
+        Err(why) if !is_other => bail!(UsageError(format!("no device or file is called so, and {why}"))),
+        found => found.ok().filter(|part| !is_other || part.id.eq_ignore_ascii_case(&selector)),
+    };
+    if let Some(part) = part {
         let basis = match part.reached_profile() {
             Some(_) => "published kernel times of the part, or of its nearest relatives",
             None => "the datasheet, of which kernels reach 40 to 95 %",
         };
-        let (name, profile) = (part.id.to_owned(), part.best_profile());
-        return Ok(FittedDevice { name, part: Some(part), profile, basis: basis.into() });
+        let (name, mut profile) = (part.id.to_owned(), part.best_profile());
+        let driver = backends::memory_of(part);
+        profile.memory = driver.unwrap_or(profile.memory);
+        let memory = if driver.is_some() { "; memory as the driver of this machine has it" } else { "" };
+        let basis = format!("{basis}{memory}");
+        return Ok(FittedDevice { name, part: Some(part), profile, basis });
     }
     if Path::new(&selector).is_file() {
         let profile = profiles::read(Path::new(&selector))?;
         let name = if profile.name.is_empty() { selector.clone() } else { profile.name.clone() };
         let (part, basis) = (part_of_driver(&name), format!("the profile {selector}"));
         return Ok(FittedDevice { name, part, profile, basis });
-    }
-    if !backends::is_named(&selector) {
-        let near = catalog::closest(&selector).join(", ");
-        let near =
-            if near.is_empty() { "none; see 'mixfleet devices' and 'mixfleet parts'".into() } else { near };
-        bail!(UsageError(format!("no device, part or file is called '{selector}'; closest: {near}")));
     }
     let device = backends::open(&selector)?;
     let kept = profile::brief(&*device, args.again)?;
@@ -170,8 +173,24 @@ fn subjects(args: &FitArgs) -> Result<Vec<Vec<SizedModel>>> {
     args.models.iter().map(|name| forms(name)).collect()
 }
 
+/// The times of a model on a device.
+fn cost_of(model: &SizedModel, device: &FittedDevice) -> CostModel {
+    let ours = engines::find("mixfleet").expect("the engine of this runtime");
+    let shape = model.shape.on(&device.profile);
+    CostModel::Profile(Box::new(ProfileCost {
+        profile: device.profile.clone(),
+        chunk_tokens: ours.step_tokens_on(device.part, &shape),
+        shape,
+        all_reduce: None,
+        engine: EngineCost::OURS,
+    }))
+}
+
 /// Predicts the model on the device, if its weights and the KV of one sequence fit.
-fn fit(model: &SizedModel, device: &FittedDevice, args: &FitArgs) -> Option<FittingModel> {
+///
+/// Kernel times of a narrow format may be borrowed from larger shapes, which reach more of the bandwidth.
+/// Relative to `wide`, the model in bf16, it therefore gains no more than the bytes that it does not read.
+fn fit(model: &SizedModel, wide: &SizedModel, device: &FittedDevice, args: &FitArgs) -> Option<FittingModel> {
     let sequence = args.context.min(model.context_max);
     let prompt = args.prompt.min(sequence);
     let kv_per_token = model.shape.kv_bytes_per_token() as f64;
@@ -181,15 +200,12 @@ fn fit(model: &SizedModel, device: &FittedDevice, args: &FitArgs) -> Option<Fitt
         return None;
     }
     let ours = engines::find("mixfleet").expect("the engine of this runtime");
-    let shape = model.shape.on(&device.profile);
-    let cost = CostModel::Profile(Box::new(ProfileCost {
-        profile: device.profile.clone(),
-        chunk_tokens: ours.step_tokens_on(device.part, &shape),
-        shape,
-        all_reduce: None,
-        engine: EngineCost::OURS,
-    }));
-    let decode = |batch: u32| f64::from(batch) / cost.decode_step_s(batch, u64::from(batch * sequence)).0;
+    let (cost, cost_of_wide) = (cost_of(model, device), cost_of(wide, device));
+    let fewer = (model.step_bytes() / wide.step_bytes()).min(1.0);
+    let decode = |batch: u32| {
+        let step_s = |cost: &CostModel| cost.decode_step_s(batch, u64::from(batch * sequence)).0;
+        f64::from(batch) / step_s(&cost).max(step_s(&cost_of_wide) * fewer)
+    };
     let together = kv_tokens >= f64::from(TOGETHER) * f64::from(sequence);
     Some(FittingModel {
         model: model.name.clone(),

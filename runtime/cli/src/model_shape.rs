@@ -24,6 +24,11 @@ impl SizedModel {
     pub(crate) fn weight_bytes(&self) -> f64 {
         self.shape.weight_bytes(self.tied_embeddings).0
     }
+
+    /// Bytes of weights that a step reads: all but an embedding that is not the head too.
+    pub(crate) fn step_bytes(&self) -> f64 {
+        self.shape.weight_bytes(true).0
+    }
 }
 
 /// Whether a path is a checkpoint directory or a GGUF file.

@@ -5,7 +5,7 @@ use crate::compare::devices::{Compared, PerDollarRow};
 use anyhow::Result;
 use mixfleet_hal::DType;
 use mixfleet_hal::units::{GB, UsdPerHour};
-use mixfleet_scheduler::classes::{Classified, DeviceClass, Job, Standing};
+use mixfleet_scheduler::classes::{Classified, DeviceClass, Effort, Job, Standing};
 use std::io::Write;
 
 /// Number of devices beyond which only those that are cheapest at something are described.
@@ -19,16 +19,9 @@ pub(in crate::compare) fn write(out: &mut impl Write, comparison: &PartsComparis
     let (stored, kv_dtype) = (demand.shape.stored(), demand.shape.kv);
     writeln!(out, "{model} in {stored}: {weights:.1} GB of weights, {kv} B of KV per token in {kv_dtype}")?;
     let width = devices.iter().map(|device| device.name.len()).max().unwrap_or(0).max("device".len());
-    per_dollar(out, width, devices)?;
-    if !without_offer.is_empty() {
-        writeln!(out, "not compared, since no offer is known (name a part, with --usd-per-hour PART=USD):")?;
-        for ids in without_offer.chunks(IDS_PER_LINE) {
-            writeln!(out, "  {}", ids.join(", "))?;
-        }
-    }
     let (prompt, context, batch, most) =
         (demand.prompt_tokens, demand.context_tokens, demand.batch_max, demand.devices_max);
-    writeln!(out, "\nclasses, by {}", basis.explained())?;
+    writeln!(out, "by {}", basis.explained())?;
     writeln!(
         out,
         "prompts of {prompt} tokens; decoding at {context} tokens, up to {batch} at once; layers cut over up to {most} \
@@ -37,7 +30,18 @@ pub(in crate::compare) fn write(out: &mut impl Write, comparison: &PartsComparis
     if let Some(objectives) = comparison.objectives() {
         writeln!(out, "objectives: {objectives}")?;
     }
-    costs(out, width, comparison)?;
+    speeds(out, width, comparison)?;
+    if devices.iter().any(|device| device.price.is_some()) {
+        per_dollar(out, width, devices)?;
+        costs(out, width, comparison)?;
+        prices(out, width, devices)?;
+    }
+    if !without_offer.is_empty() {
+        writeln!(out, "not compared, since no offer is known (name a part, with --usd-per-hour PART=USD):")?;
+        for ids in without_offer.chunks(IDS_PER_LINE) {
+            writeln!(out, "  {}", ids.join(", "))?;
+        }
+    }
     writeln!(out)?;
     let priced = classified.iter().filter(|device| device.price.is_some()).count();
     let mut untold = 0;
@@ -63,6 +67,41 @@ pub(in crate::compare) fn write(out: &mut impl Write, comparison: &PartsComparis
     Ok(())
 }
 
+/// Speeds of one copy of the model on as many devices as share it.
+fn speeds(out: &mut impl Write, width: usize, comparison: &PartsComparison) -> Result<()> {
+    writeln!(
+        out,
+        "\ntokens/s of one copy of the model: of prompts, decoding in all, and decoding each sequence"
+    )?;
+    let mut row = |name: &str, cells: [&str; 7]| {
+        let [devices, prompt, batch, all, each, step, likely] = cells;
+        let line =
+            format!("{name:<width$}{devices:>8}{prompt:>11}{batch:>6}{all:>10}{each:>8}{step:>9}{likely:>7}");
+        writeln!(out, "{}", line.trim_end())
+    };
+    row("device", ["devices", "prompt t/s", "batch", "all t/s", "each", "step ms", "error"])?;
+    for (at, device) in comparison.classified.iter().enumerate() {
+        let effort = |job| device.standing(job).and_then(|standing| standing.effort.as_ref().ok());
+        let prompt = effort(Job::Prefill).map(|of| significant(f64::from(of.devices) / of.time.0));
+        let of_decode = effort(Job::Decode);
+        let text = |value: fn(&Effort) -> String| of_decode.map_or_else(|| "-".into(), value);
+        let cells = [
+            text(|of| of.devices.to_string()),
+            prompt.unwrap_or_else(|| "-".into()),
+            text(|of| of.batch.to_string()),
+            text(|of| significant(f64::from(of.batch) / of.latency.0)),
+            text(|of| significant(1.0 / of.latency.0)),
+            text(|of| significant(of.latency.0 * 1e3)),
+            comparison.likely(at),
+        ];
+        row(&device.name, cells.each_ref().map(String::as_str))?;
+    }
+    if let Some(doubts) = comparison.doubts() {
+        writeln!(out, "{doubts}")?;
+    }
+    Ok(())
+}
+
 pub(super) const DTYPES: [DType; 4] = [DType::F32, DType::Bf16, DType::F16, DType::F8E4m3];
 
 fn per_dollar(out: &mut impl Write, width: usize, devices: &[Compared]) -> Result<()> {
@@ -70,27 +109,37 @@ fn per_dollar(out: &mut impl Write, width: usize, devices: &[Compared]) -> Resul
     let [f32, bf16, f16, fp8] = DTYPES.map(DType::name);
     writeln!(
         out,
-        "{:<width$} {:>7} {:<10}{f32:>8}{bf16:>8}{f16:>8}{fp8:>8}{:>8}{:>8}",
+        "{:<width$}{:>7} {:<10}{f32:>7}{bf16:>7}{f16:>7}{fp8:>8}{:>7}{:>7}",
         "device", "$/h", "origin", "GB/s", "GB"
     )?;
     for device in devices {
-        let Some(price) = &device.price else {
-            writeln!(out, "{:<width$} {:>7} no offer known; give one with --usd-per-hour", device.name, "-")?;
-            continue;
-        };
+        let Some(price) = &device.price else { continue };
         for (at, line) in device.per_dollar().iter().enumerate() {
             let (name, rent) = match at {
                 0 => (device.name.as_str(), format!("{:.2}", price.usd_per_hour.0)),
                 _ => ("", String::new()),
             };
-            write!(out, "{name:<width$} {rent:>7} {:<10}", line.origin)?;
-            for dtype in DTYPES {
-                write!(out, "{:>8}", rate(line, dtype))?;
-            }
-            let basis = if at == 0 { price.basis.as_str() } else { "" };
+            let [f32, bf16, f16, fp8] = DTYPES.map(|dtype| rate(line, dtype));
             let (bandwidth, memory) = (line.bytes_per_second / GB, line.bytes / GB);
-            writeln!(out, "{}", format!("{bandwidth:>8.0}{memory:>8.1}  {basis}").trim_end())?;
+            writeln!(
+                out,
+                "{name:<width$}{rent:>7} {:<10}{f32:>7}{bf16:>7}{f16:>7}{fp8:>8}{bandwidth:>7.0}{memory:>7.1}",
+                line.origin
+            )?;
         }
+    }
+    Ok(())
+}
+
+/// Where the prices are from.
+fn prices(out: &mut impl Write, width: usize, devices: &[Compared]) -> Result<()> {
+    writeln!(out, "\nprices")?;
+    for device in devices {
+        let from = match &device.price {
+            Some(price) => price.basis.clone(),
+            None => format!("no offer known; give one with --usd-per-hour {}=USD", device.name),
+        };
+        writeln!(out, "{:<width$}  {from}", device.name)?;
     }
     Ok(())
 }
@@ -135,28 +184,23 @@ pub(super) fn cost_row(device: &Classified) -> [String; 8] {
     [class, prefill, decode, devices, batch, step, attention, cost(Job::Memory, 1e3)]
 }
 
-/// Widths of these columns.
-const WIDTHS: [usize; 8] = [9, 9, 9, 8, 6, 8, 10, 8];
-
 fn costs(out: &mut impl Write, width: usize, comparison: &PartsComparison) -> Result<()> {
-    let mut row = |name: &str, price: &str, cells: &[String; 8], likely: &str, from: &str| {
-        write!(out, "{name:<width$} {price:>7}")?;
-        for (cell, width) in cells.iter().zip(WIDTHS) {
-            write!(out, "{cell:>width$}")?;
-        }
-        writeln!(out, "{}", format!("{likely:>9}  {from}").trim_end())
+    writeln!(out, "\nclasses, and what a job costs")?;
+    let mut row = |name: &str, price: &str, cells: [&str; 5]| {
+        let [class, prefill, decode, attention, memory] = cells;
+        writeln!(
+            out,
+            "{}",
+            format!("{name:<width$}{price:>7}{class:>9}{prefill:>10}{decode:>10}{attention:>11}{memory:>9}")
+                .trim_end()
+        )
     };
-    let head = ["class", "prefill", "decode", "devices", "batch", "step ms", "attention", "memory"];
-    row("device", "$/h", &head.map(String::from), "likely", "price from")?;
-    let units = ["", "$/Mt in", "$/Mt out", "", "", "", "$/Mt out", "$/TB/h"];
-    row("", "", &units.map(String::from), "error", "")?;
-    for (at, (device, compared)) in comparison.classified.iter().zip(&comparison.devices).enumerate() {
+    row("device", "$/h", ["class", "prefill", "decode", "attention", "memory"])?;
+    row("", "", ["", "$/Mt in", "$/Mt out", "$/Mt out", "$/TB/h"])?;
+    for device in &comparison.classified {
         let rent = device.price.map_or_else(|| "-".into(), |price| format!("{:.2}", price.0));
-        let from = compared.price.as_ref().map_or("no offer known", |price| price.basis.as_str());
-        row(&device.name, &rent, &cost_row(device), &comparison.likely(at), from)?;
-    }
-    if let Some(doubts) = comparison.doubts() {
-        writeln!(out, "{doubts}")?;
+        let [class, prefill, decode, _, _, _, attention, memory] = &cost_row(device);
+        row(&device.name, &rent, [class, prefill, decode, attention, memory])?;
     }
     Ok(())
 }
