@@ -1,7 +1,7 @@
 //! The command line.
 
 use crate::connections::ConnectionArgs;
-use crate::numbers::{CHUNK_MAX, SEQUENCES_MAX, USD_PER_HOUR_MIN, gib, requests, seconds};
+use crate::numbers::{CHUNK_MAX, SEQUENCES_MAX, USD_PER_HOUR_MIN, count, gib, requests, seconds};
 use crate::remote::RemoteArgs;
 use crate::scheduling::SchedulingArgs;
 use crate::worker_engines::{KvCanary, WorkerEngine};
@@ -23,7 +23,7 @@ pub(crate) struct DevicesArgs {
     #[arg(long, value_name = "S", default_value = "1", requires = "watch", value_parser = seconds)]
     pub(crate) every: f64,
     /// Stop after this many readings
-    #[arg(long, value_name = "N", requires = "watch", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "N", requires = "watch", value_parser = crate::numbers::count::<u64>(1..=u64::MAX))]
     pub(crate) count: Option<u64>,
     /// Watch this device alone, repeatable
     #[arg(long = "device", value_name = "DEV", requires = "watch")]
@@ -61,7 +61,7 @@ pub(crate) struct ModelArgs {
     #[arg(long, value_name = "GIB", value_parser = gib)]
     pub(crate) kv_memory: Option<f64>,
     /// Maximum prompt tokens per step [default: by device]
-    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=CHUNK_MAX))]
+    #[arg(long, value_name = "TOKENS", value_parser = crate::numbers::count::<u32>(1..=CHUNK_MAX))]
     pub(crate) chunk: Option<u32>,
 }
 
@@ -129,7 +129,10 @@ impl std::str::FromStr for DevicePrice {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (device, price) = text.rsplit_once('=').ok_or("expected DEV=USD, for example cpu=0.12")?;
-        let usd_per_hour: f64 = price.parse().map_err(|_| format!("'{price}' is not a number of dollars"))?;
+        let usd_per_hour: f64 = price
+            .trim_start_matches('$')
+            .parse()
+            .map_err(|_| format!("'{price}' is not a number of dollars"))?;
         if !(usd_per_hour.is_finite() && usd_per_hour >= 0.0) {
             return Err(format!("'{price}' is not a price"));
         }
@@ -199,7 +202,7 @@ pub(crate) struct InstanceArgs {
     #[arg(long, value_name = "DEV=USD")]
     pub(crate) usd_per_hour: Vec<DevicePrice>,
     /// Maximum sequences per device [default: by KV memory]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=SEQUENCES_MAX))]
+    #[arg(long, value_name = "N", value_parser = crate::numbers::count::<u32>(1..=SEQUENCES_MAX))]
     pub(crate) sequences: Option<u32>,
     /// KV of 'attn:DEV,DEV' by head, request or range [default: head]
     #[arg(long, value_name = "BY")]
@@ -234,9 +237,15 @@ pub(crate) struct TierArgs {
 /// Options of the HTTP front end and the scheduler.
 #[derive(Debug, Args)]
 pub(crate) struct FrontArgs {
-    /// Address to listen on
+    /// Address to listen on; or --host HOST, --port PORT
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8000")]
     pub(crate) listen: String,
+    /// Host in place of that of --listen
+    #[arg(long, value_name = "HOST", hide = true)]
+    pub(crate) host: Option<String>,
+    /// Port in place of that of --listen
+    #[arg(long, value_name = "PORT", hide = true)]
+    pub(crate) port: Option<u16>,
     /// Model name for clients [default: the directory's name]
     #[arg(long)]
     pub(crate) name: Option<String>,
@@ -272,7 +281,7 @@ pub(crate) struct FrontArgs {
     #[arg(long, hide = true, value_name = "LOAD", value_parser = above_zero)]
     pub(crate) rebalance_low: Option<f64>,
     /// Time over which loads are averaged [default: 30]
-    #[arg(long, hide = true, value_name = "SECONDS", value_parser = above_zero)]
+    #[arg(long, hide = true, value_name = "SECONDS", value_parser = seconds)]
     pub(crate) rebalance_hold_s: Option<f64>,
     /// Copy hot prefixes between devices ahead of demand, at up to this many GB/s
     #[arg(long, value_name = "GB", value_parser = above_zero, hide = true)]
@@ -291,6 +300,23 @@ pub(crate) struct FrontArgs {
     pub(crate) json: bool,
 }
 
+impl FrontArgs {
+    /// Puts `--host` and `--port` in their places in `--listen`.
+    pub(crate) fn place(&mut self) {
+        if self.host.is_none() && self.port.is_none() {
+            return;
+        }
+        let (host, port) = self.listen.rsplit_once(':').unwrap_or((&self.listen, "8000"));
+        let host = match self.host.take() {
+            Some(given) if given.contains(':') && !given.starts_with('[') => format!("[{given}]"),
+            Some(given) => given,
+            None => host.to_owned(),
+        };
+        let port = self.port.take().map_or_else(|| port.to_owned(), |port| port.to_string());
+        self.listen = format!("{host}:{port}");
+    }
+}
+
 #[derive(Clone, Debug, Args)]
 #[command(mut_args(RemoteArgs::hidden))]
 pub(crate) struct GenerateArgs {
@@ -305,7 +331,7 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "1,2,3", value_delimiter = ',')]
     pub(crate) prompt_ids: Vec<u32>,
     /// Maximum tokens to generate
-    #[arg(long, value_name = "N", default_value_t = 64)]
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = count::<u32>(0..=u32::MAX.into()))]
     pub(crate) max_tokens: u32,
     /// Sampling temperature; 0 is greedy
     #[arg(long, default_value_t = 0.0, value_parser = temperature)]
@@ -329,7 +355,7 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "DEV", requires = "prefill")]
     pub(crate) decode: Option<String>,
     /// Complete the prompt N times in one batch, each with its own KV and the next seed
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=BATCH_MAX))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = crate::numbers::count::<u32>(1..=BATCH_MAX))]
     pub(crate) batch: u32,
     /// Make one run for each line of a file, a JSON array of these arguments
     #[arg(long, value_name = "FILE", exclusive = true)]
@@ -364,7 +390,7 @@ impl GenerateArgs {
 }
 
 /// Copies that an engine takes at once.
-const BATCH_MAX: i64 = 1024;
+const BATCH_MAX: u64 = 1024;
 
 /// The address of a server, without a path.
 fn address(text: &str) -> Result<String, String> {

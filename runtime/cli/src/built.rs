@@ -8,6 +8,7 @@ pub(crate) const COMMIT: Option<&str> = option_env!("MIXFLEET_COMMIT");
 /// Enabled features, beyond the default ones.
 pub(crate) fn features() -> Vec<&'static str> {
     let all = [
+        ("epp", cfg!(feature = "epp")),
         ("fleet", cfg!(feature = "fleet")),
         ("hwloc", cfg!(feature = "hwloc")),
         ("opencl", cfg!(feature = "opencl")),

@@ -12,7 +12,6 @@ use crate::replay::ReplayLogArgs;
 use crate::simulate::SimulateArgs;
 use crate::trace::TraceArgs;
 use crate::validate::ValidateArgs;
-use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
 
@@ -39,7 +38,10 @@ const REPOSITORY: &str = env!("CARGO_PKG_REPOSITORY");
 /// Where all pages of documentation are.
 fn guides() -> String {
     let place = if REPOSITORY.is_empty() { "the source" } else { REPOSITORY };
-    format!("Guides: docs/ of {place}; the Debian package has them in /usr/share/doc/mixfleet/docs")
+    let guides =
+        format!("Guides: docs/ of {place}; the Debian package has them in /usr/share/doc/mixfleet/docs");
+    let lacking = crate::help::lacking().map(|line| line + "\n").unwrap_or_default();
+    format!("{lacking}All options of a command: mixfleet COMMAND --help --all\n{guides}")
 }
 
 /// Where the page of a command is.
@@ -48,20 +50,6 @@ fn guide(page: &str) -> String {
         "" => format!("Guide: docs/{page}"),
         place => format!("Guide: docs/{page} of {place}"),
     }
-}
-
-/// Adds the correct usage to an error of clap, where clap cannot know it.
-pub(crate) fn with_hint(mut error: clap::Error) -> clap::Error {
-    let is_backend =
-        |value: &ContextValue| matches!(value, ContextValue::String(word) if word == "--backend");
-    if error.kind() == ErrorKind::UnknownArgument
-        && error.get(ContextKind::InvalidArg).is_some_and(is_backend)
-    {
-        let hint = "'--backend FILE' goes before the command: mixfleet --backend FILE devices";
-        error.remove(ContextKind::SuggestedArg);
-        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
-    }
-    error
 }
 
 #[derive(Debug, Subcommand)]
@@ -163,7 +151,10 @@ mod tests {
     use super::*;
 
     fn error(words: &[&str]) -> String {
-        Cli::try_parse_from(["mixfleet"].iter().chain(words)).unwrap_err().to_string()
+        crate::help::program(false)
+            .try_get_matches_from(["mixfleet"].iter().chain(words))
+            .unwrap_err()
+            .to_string()
     }
 
     /// Checks at the width that clap uses without a terminal.
@@ -193,7 +184,7 @@ mod tests {
     fn each_command_names_a_guide_that_is_there() {
         let docs = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
         let of_none = ["check-files", "completions", "man"];
-        for mut command in <Cli as clap::CommandFactory>::command().get_subcommands().cloned() {
+        for mut command in crate::help::program(false).get_subcommands().cloned() {
             let help = command.render_long_help().to_string();
             let page = help.rsplit("docs/").next().filter(|rest| *rest != help).unwrap_or_default();
             let page: String =

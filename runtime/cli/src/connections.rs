@@ -27,7 +27,7 @@ pub(crate) struct ConnectionArgs {
     #[arg(long, value_name = "ORIGIN")]
     allow_origin: Vec<String>,
     /// Time to finish requests at shutdown [default: 30]
-    #[arg(long, value_name = "SECONDS", default_value_t = 30.0, hide_default_value = true)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 30.0, hide_default_value = true, value_parser = crate::numbers::seconds_or_none)]
     drain_s: f64,
 }
 

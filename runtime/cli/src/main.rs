@@ -31,6 +31,7 @@ mod fit;
 mod fleet;
 mod generate;
 mod groups;
+mod help;
 mod hub;
 mod interrupt;
 mod links;
@@ -56,6 +57,7 @@ mod replay;
 mod scheduling;
 mod screen;
 mod serve;
+mod server;
 mod settings;
 mod shells;
 mod simulate;
@@ -72,7 +74,6 @@ mod trials;
 mod validate;
 mod worker_engines;
 
-use clap::CommandFactory;
 use command_line::{Cli, CliCommand};
 use failure::{Failed, UsageError, with_causes};
 use mixfleet_hal::printable::printable_lines;
@@ -143,8 +144,8 @@ fn run(cli: Cli, settings: &settings::ServeSettings) -> anyhow::Result<()> {
         CliCommand::Bench(args) => bench::run(&args),
         CliCommand::Chat(args) => chat::run(args),
         CliCommand::CheckFiles(args) => check_files::run(&args, &models::check),
-        CliCommand::Completions(args) => shells::completions(&args, Cli::command()),
-        CliCommand::Man(args) => shells::man(&args, Cli::command()),
+        CliCommand::Completions(args) => shells::completions(&args),
+        CliCommand::Man(args) => shells::man(&args),
     }
 }
 

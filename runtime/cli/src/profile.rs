@@ -72,7 +72,7 @@ struct MeasureArgs {
     #[arg(long)]
     full: bool,
     /// Measure the N most informative points (such as 32), predict the rest
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(8..=10_000))]
+    #[arg(long, value_name = "N", value_parser = crate::numbers::count::<u32>(8..=10_000))]
     budget: Option<u32>,
     /// Groups (launch, memory, links, small, kv, gemm, decode, prefill, attention, sustained) or points (*
     /// matches any text)
@@ -191,7 +191,7 @@ fn profile(args: &MeasureArgs) -> Result<()> {
     }
     let selector = match &args.device {
         Some(selector) => selector.clone(),
-        None => backends::default_selectors().into_iter().next().context("no device was found")?,
+        None => backends::first_selector()?,
     };
     let device = backends::open(&selector)?;
     options.model = operations(args, options.level, device.limits().kv_page_tokens)?;

@@ -28,7 +28,7 @@ pub(crate) struct SchedulingArgs {
     #[arg(allow_negative_numbers = true)]
     pub(crate) kv_weight: f64,
     /// Share of time for trials of devices predicted slow [default: 0.01; simulate: 0]
-    #[arg(long, value_name = "SHARE", value_parser = share, hide = true)]
+    #[arg(long, value_name = "SHARE", value_parser = share_or_none, hide = true)]
     pub(crate) trial_share: Option<f64>,
     /// Seed of all random choices
     #[arg(long, default_value_t = 0, hide = true)]
@@ -40,8 +40,8 @@ fn usd(text: &str) -> Result<f64, String> {
     value.ok_or_else(|| "expected dollars, 0 or more".into())
 }
 
-fn share(text: &str) -> Result<f64, String> {
-    let value = text.parse().ok().filter(|share: &f64| (0.0..=1.0).contains(share));
+fn share_or_none(text: &str) -> Result<f64, String> {
+    let value = crate::numbers::share_or_percent(text).filter(|share| (0.0..=1.0).contains(share));
     value.ok_or_else(|| "expected a share from 0 to 1".into())
 }
 

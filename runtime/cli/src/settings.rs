@@ -3,14 +3,15 @@
 //! A key of the file is turned into its flag, so that each value is parsed, checked and defaulted in one
 //! place.
 
-use crate::command_line::{Cli, CliCommand, with_hint};
+use crate::command_line::{Cli, CliCommand};
 use crate::failure::UsageError;
+use crate::help::{program, with_hint, without_all};
 use crate::own_devices;
 use crate::scheduling::SchedulingArgs;
 use crate::screen;
 use anyhow::{Context, Result};
 use clap::parser::ValueSource;
-use clap::{ArgMatches, CommandFactory, FromArgMatches};
+use clap::{ArgMatches, FromArgMatches};
 use mixfleet_sim::fleet_file::VERSION;
 use serde_json::{Value as Json, json};
 use std::ffi::OsString;
@@ -75,7 +76,9 @@ const SERVE: [&str; 35] = [
 
 /// Flags of `serve` without a key, with the reason.
 #[cfg(test)]
-const WITHOUT_KEY: [(&str, &str); 6] = [
+const WITHOUT_KEY: [(&str, &str); 8] = [
+    ("host", "a part of listen"),
+    ("port", "a part of listen"),
     ("random-weights", "an order for one start"),
     ("api-key", "a secret: api_keys names the file that has it"),
     ("recalibrate", "an order for one start"),
@@ -125,7 +128,8 @@ struct Setting {
 
 /// Parses the command line, and fills in from the fleet file what it leaves open.
 pub(crate) fn parse(words: Vec<OsString>) -> Result<(Cli, ServeSettings)> {
-    let matches = Cli::command().try_get_matches_from(&words);
+    let (words, all) = without_all(words);
+    let matches = program(all).try_get_matches_from(&words);
     let matches = matches.unwrap_or_else(|error| with_hint(error).exit());
     let mut each = Vec::new();
     let (matches, from_file) = match matches.subcommand() {
@@ -152,8 +156,12 @@ pub(crate) fn parse(words: Vec<OsString>) -> Result<(Cli, ServeSettings)> {
         _ => ServeSettings::default(),
     };
     let mut cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
-    if let CliCommand::Simulate(args) = &mut cli.command {
-        args.scheduling_of_each = each;
+    match &mut cli.command {
+        CliCommand::Simulate(args) => args.scheduling_of_each = each,
+        CliCommand::Serve(args) => args.front.place(),
+        #[cfg(feature = "fleet")]
+        CliCommand::Router(args) => args.front.place(),
+        _ => {}
     }
     Ok((cli, settings))
 }
@@ -183,7 +191,7 @@ fn filled(
         mixfleet_hal::files::read_text(path).with_context(|| format!("cannot read {}", path.display()))?;
     let file = from_file(&text, path, command, given)?;
     words.extend(file.words.iter().map(OsString::from));
-    let matches = Cli::command().try_get_matches_from(words).map_err(|error| {
+    let matches = program(false).try_get_matches_from(words).map_err(|error| {
         let error = error.to_string();
         let flag = file.flags.iter().find(|flag| error.contains(&format!("--{flag} ")));
         let key = flag.and_then(|flag| key_of(flag)).map(|(table, key)| format!(": [{table}] {key}"));
@@ -280,7 +288,7 @@ impl FromFile {
 }
 
 fn settings(given: &ArgMatches, file: FromFile) -> ServeSettings {
-    let command = Cli::command();
+    let command = program(false);
     let serve = command.find_subcommand("serve").expect("there is the command serve");
     let flags =
         serve.get_arguments().filter(|flag| !["fleet", "dry_run", "help"].contains(&flag.get_id().as_str()));
@@ -378,7 +386,7 @@ mod tests {
 
     #[test]
     fn every_flag_of_serve_has_a_key_or_a_reason_to_have_none() {
-        let command = Cli::command();
+        let command = program(false);
         let serve = command.find_subcommand("serve").unwrap();
         let flags: Vec<&str> = serve.get_arguments().filter_map(|flag| flag.get_long()).collect();
         for flag in &flags {
@@ -416,6 +424,21 @@ mod tests {
         assert_eq!(of(&settings, "--policy"), (json!("random"), "file"));
         assert_eq!(of(&settings, "--requests"), (json!(512), "default"));
         assert_eq!(settings.unused, ["[routers]", "[slo] tbt_metric"]);
+    }
+
+    #[test]
+    fn host_and_port_replace_their_parts_of_the_address() {
+        let listen =
+            |line: &[&str]| match parsed("listen", "version = 1\n[serve]\nlisten = '10.0.0.1:80'\n", line) {
+                Ok((Cli { command: CliCommand::Serve(args), .. }, _)) => args.front.listen,
+                other => panic!("{other:?}"),
+            };
+        assert_eq!(listen(&["serve", "--port", "81"]), "10.0.0.1:81");
+        assert_eq!(listen(&["serve", "--host", "::1"]), "[::1]:80");
+        assert_eq!(
+            listen(&["serve", "--listen", "localhost:9", "--host", "0.0.0.0", "--port", "0"]),
+            "0.0.0.0:0"
+        );
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! A trace file as commands play it: the flags, and a progress bar.
 
-use crate::numbers::positive;
+use crate::numbers::{count, positive, seconds};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use mixfleet_hal::cast::{to_u64, to_usize};
@@ -16,16 +16,16 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "F", default_value_t = 1.0, hide_default_value = true, value_parser = positive)]
     speedup: f64,
     /// Spread equal arrivals over this time [alone: 3]
-    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "3", value_parser = positive)]
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "3", value_parser = seconds)]
     jitter: Option<f64>,
     /// Stop after this many requests
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = count::<u64>(0..=u64::MAX))]
     limit: Option<u64>,
     /// Tokens per block id in Mooncake's format [default: 512]
-    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..), hide = true)]
+    #[arg(long, value_name = "TOKENS", value_parser = crate::numbers::count::<u32>(1..=u32::MAX.into()), hide = true)]
     block_tokens: Option<u32>,
     /// Interval between agentic session starts, which the format lacks [default: 60]
-    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, hide = true, value_parser = positive)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, hide = true, value_parser = seconds)]
     session_every: f64,
 }
 

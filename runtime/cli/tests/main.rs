@@ -23,6 +23,8 @@ mod golden;
 #[cfg(target_os = "linux")]
 mod gpu;
 mod grammars;
+#[cfg(unix)]
+mod habits;
 #[cfg(target_os = "linux")]
 mod hollow;
 #[cfg(target_os = "linux")]
@@ -53,6 +55,8 @@ mod screens;
 mod serve;
 mod simulate;
 mod simulated;
+#[cfg(target_os = "linux")]
+mod terminal;
 mod tiers;
 mod topo;
 mod trace;

@@ -39,13 +39,13 @@ pub(crate) struct CompareArgs {
     #[arg(long)]
     pub(super) least: bool,
     /// Length of a prompt
-    #[arg(long, value_name = "TOKENS", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    #[arg(long, value_name = "TOKENS", default_value_t = 2048, value_parser = crate::numbers::count::<u32>(1..=1 << 20))]
     pub(super) prompt: u32,
     /// Context of a sequence while it decodes
-    #[arg(long, value_name = "TOKENS", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    #[arg(long, value_name = "TOKENS", default_value_t = 4096, value_parser = crate::numbers::count::<u32>(1..=1 << 20))]
     pub(super) context: u32,
     /// Maximum sequences per decode step
-    #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = crate::numbers::count::<u32>(1..=4096))]
     pub(super) batch: u32,
     /// Objective: seconds in which a prompt must be computed
     #[arg(long, value_name = "S", value_parser = seconds)]
@@ -54,7 +54,7 @@ pub(crate) struct CompareArgs {
     #[arg(long, value_name = "S", value_parser = seconds)]
     pub(super) tbt: Option<f64>,
     /// Maximum parts that share one copy of the model
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = crate::numbers::count::<u32>(1..=1024))]
     pub(super) devices: u32,
     /// Serving engine: mixfleet, vllm, sglang or tensorrt-llm
     #[arg(long, value_name = "NAME", default_value = "mixfleet", value_parser = engines::find)]

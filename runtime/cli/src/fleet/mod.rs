@@ -25,7 +25,7 @@ pub(crate) struct JoinArgs {
     #[arg(long, value_name = "NAME", default_value = "default", hide_default_value = true)]
     fleet: String,
     /// Silence after which a member counts as lost [default: 5]
-    #[arg(long, value_name = "SECONDS", default_value_t = 5, hide_default_value = true, value_parser = clap::value_parser!(u64).range(2..=300))]
+    #[arg(long, value_name = "SECONDS", default_value_t = 5, hide_default_value = true, value_parser = crate::numbers::count::<u64>(2..=300))]
     lease_s: u64,
     /// Shared secret of processes on this host [default: one per user]
     #[arg(long, value_name = "FILE", conflicts_with = "tls_ca", hide = true)]
@@ -41,7 +41,7 @@ pub(crate) struct RouterArgs {
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
-    front: FrontArgs,
+    pub(crate) front: FrontArgs,
 }
 
 #[derive(Debug, Args)]

@@ -1,6 +1,6 @@
 //! The arguments of `mixfleet plan`.
 
-use crate::numbers::{positive, seconds, share};
+use crate::numbers::{per_second, positive, seconds, share, share_or_percent};
 use crate::trace_file::ReplayArgs;
 use clap::Args;
 use mixfleet_hal::{DType, StoredAs};
@@ -24,13 +24,13 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "CSV,..", value_delimiter = ',', conflicts_with_all = ["rate", "trace"])]
     pub(super) workload: Vec<PathBuf>,
     /// The load as requests per second of one size
-    #[arg(long, value_name = "R,..", value_delimiter = ',', requires_all = ["input_tokens", "output_tokens"], value_parser = positive)]
+    #[arg(long, value_name = "R,..", value_delimiter = ',', requires_all = ["input_tokens", "output_tokens"], value_parser = per_second)]
     pub(super) rate: Vec<f64>,
     /// Tokens of a prompt
-    #[arg(long, value_name = "TOKENS,..", value_delimiter = ',', requires = "rate", value_parser = clap::value_parser!(u32).range(1..=i64::from(TOKENS_MAX)))]
+    #[arg(long, value_name = "TOKENS,..", value_delimiter = ',', requires = "rate", value_parser = crate::numbers::count::<u32>(1..=u64::from(TOKENS_MAX)))]
     pub(super) input_tokens: Vec<u32>,
     /// Tokens of an answer
-    #[arg(long, value_name = "TOKENS,..", value_delimiter = ',', requires = "rate", value_parser = clap::value_parser!(u32).range(1..=i64::from(TOKENS_MAX)))]
+    #[arg(long, value_name = "TOKENS,..", value_delimiter = ',', requires = "rate", value_parser = crate::numbers::count::<u32>(1..=u64::from(TOKENS_MAX)))]
     pub(super) output_tokens: Vec<u32>,
     /// Objective: seconds to the first token
     #[arg(long, value_name = "S", value_parser = seconds)]
@@ -57,7 +57,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "CSV", requires = "inventory")]
     pub(super) links: Option<PathBuf>,
     /// Also use spot offers, with N spare instances per spot pool
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=64))]
+    #[arg(long, value_name = "N", value_parser = crate::numbers::count::<u32>(0..=64))]
     pub(super) spot: Option<u32>,
     /// A fleet already owned, at no further cost
     #[arg(long, value_name = "FLEET.toml")]
@@ -81,22 +81,22 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "GB/S", default_value_t = InstancePool::NIC_GB_PER_S, hide_default_value = true, value_parser = positive)]
     pub(super) nic: f64,
     /// Spare instances of each pool, for failures
-    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true, value_parser = clap::value_parser!(u32).range(0..=64))]
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true, value_parser = crate::numbers::count::<u32>(0..=64))]
     pub(super) spares: u32,
     /// Host memory for KV to choose from, GiB an instance
-    #[arg(long, value_name = "GIB,..", value_delimiter = ',', requires = "dram_usd", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    #[arg(long, value_name = "GIB,..", value_delimiter = ',', requires = "dram_usd", value_parser = crate::numbers::count::<u32>(1..=1_000_000))]
     pub(super) dram: Vec<u32>,
     /// Rent of --dram per GiB and hour; 0 if a device's rent includes it
     #[arg(long, value_name = "USD", requires = "dram", value_parser = usd)]
     pub(super) dram_usd: Option<f64>,
     /// Disk for KV to choose from, beside host memory
-    #[arg(long, value_name = "GIB,..", value_delimiter = ',', requires_all = ["dram", "ssd_usd"], value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    #[arg(long, value_name = "GIB,..", value_delimiter = ',', requires_all = ["dram", "ssd_usd"], value_parser = crate::numbers::count::<u32>(1..=1_000_000))]
     pub(super) ssd: Vec<u32>,
     /// Rent of --ssd per GiB and hour
     #[arg(long, value_name = "USD", requires = "ssd", value_parser = usd)]
     pub(super) ssd_usd: Option<f64>,
     /// Numbers of KV nodes with this memory to choose from
-    #[arg(long, value_name = "N,..", value_delimiter = ',', requires = "dram", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "N,..", value_delimiter = ',', requires = "dram", value_parser = crate::numbers::count::<u32>(1..=1024))]
     pub(super) kv_nodes: Vec<u32>,
     /// End the simulations after this time
     #[arg(long, value_name = "S", default_value_t = 60.0, value_parser = seconds)]
@@ -115,7 +115,7 @@ pub(crate) struct PlanArgs {
 }
 
 fn headroom(text: &str) -> Result<f64, String> {
-    let value = text.parse().ok().filter(|value: &f64| (0.0..=100.0).contains(value));
+    let value = share_or_percent(text).filter(|value| (0.0..=100.0).contains(value));
     value.ok_or_else(|| "expected a share of the load, 0 or more, as in 0.2".into())
 }
 
@@ -130,7 +130,7 @@ fn usd(text: &str) -> Result<f64, String> {
 }
 
 fn confidence(text: &str) -> Result<f64, String> {
-    let value = text.parse().ok().filter(|value: &f64| (0.5..=0.999).contains(value));
+    let value = share_or_percent(text).filter(|value| (0.5..=0.999).contains(value));
     value.ok_or_else(|| "expected a probability from 0.5 to 0.999".into())
 }
 

@@ -2,7 +2,7 @@
 
 use super::closed_loop::ClosedLoopArgs;
 use crate::failure::UsageError;
-use crate::numbers::{positive, share};
+use crate::numbers::{seconds, share};
 use crate::output_files::writable;
 use crate::scheduling::SchedulingArgs;
 use crate::trace_file::ReplayArgs;
@@ -47,7 +47,7 @@ pub(crate) struct SimulateArgs {
     #[arg(long, value_name = "NAME", value_parser = engines::find)]
     pub(super) engine: Option<&'static KnownEngine>,
     /// Routers that share the requests [default: the file's, or 1]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(Routing::COUNT_MAX)))]
+    #[arg(long, value_name = "N", value_parser = crate::numbers::count::<u32>(1..=u64::from(Routing::COUNT_MAX)))]
     pub(super) routers: Option<u32>,
     /// Also simulate one more instance of each pool, and name the best
     #[arg(long, conflicts_with = "capacity")]
@@ -60,7 +60,7 @@ pub(crate) struct SimulateArgs {
     #[arg(long, value_name = "FILE.csv")]
     pub(super) timeline: Option<PathBuf>,
     /// Interval of --timeline and --html samples [default: 10; 1 with --html alone]
-    #[arg(long, value_name = "SECONDS", value_parser = positive, hide = true)]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, hide = true)]
     pub(super) timeline_interval_s: Option<f64>,
     /// Write each request with its times, as a run for --against
     #[arg(long, value_name = "FILE.jsonl", conflicts_with = "capacity")]

@@ -1,7 +1,7 @@
 //! Implements `mixfleet trace generate`.
 
 use super::usage;
-use crate::numbers::positive;
+use crate::numbers::{count, per_second, share_or_percent};
 use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -15,16 +15,16 @@ pub(crate) struct TraceGenerateArgs {
     #[arg(long, value_enum, default_value_t = TracePreset::Conversation)]
     preset: TracePreset,
     /// Total number of requests
-    #[arg(long, value_name = "N", default_value_t = 10_000)]
+    #[arg(long, value_name = "N", default_value_t = 10_000, value_parser = count::<u64>(0..=u64::MAX))]
     requests: u64,
     /// Mean requests per second [default: conversation 3.4, agentic 1, batch 1]
-    #[arg(long, value_name = "R", value_parser = positive)]
+    #[arg(long, value_name = "R", value_parser = per_second)]
     rate: Option<f64>,
     /// Arrival of sessions: poisson, or bursty with a drifting load
     #[arg(long, value_enum, default_value_t = ArrivalProcess::Poisson)]
     arrivals: ArrivalProcess,
     /// Target hit rate of an infinite cache, 0 to 1, reached by the length of sessions
-    #[arg(long, value_name = "SHARE")]
+    #[arg(long, value_name = "SHARE", value_parser = hit_share)]
     hit_target: Option<f64>,
     /// Equal seeds give equal files
     #[arg(long, default_value_t = 0)]
@@ -32,6 +32,10 @@ pub(crate) struct TraceGenerateArgs {
     /// Output file, compressed if named .zst or .gz [default: standard output]
     #[arg(long, short, value_name = "FILE")]
     out: Option<PathBuf>,
+}
+
+fn hit_share(text: &str) -> Result<f64, String> {
+    share_or_percent(text).ok_or_else(|| "expected a share, as in 0.5 or 50%".into())
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

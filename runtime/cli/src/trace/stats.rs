@@ -26,13 +26,13 @@ pub(crate) struct StatsArgs {
     #[arg(long, default_value_t = 0, hide_default_value = true)]
     seed: u64,
     /// Cache sizes, in blocks [default: 1000,10000,30000,50000,100000]
-    #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = clap::value_parser!(u32))]
+    #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = crate::numbers::count::<u32>(0..=u32::MAX.into()))]
     capacity: Vec<u32>,
     /// Eviction policies: lru, lfu, length-aware [default: lru,lfu]
     #[arg(long, value_name = "NAMES", value_delimiter = ',', value_parser = policy)]
     policy: Vec<CachePolicy>,
     /// Split prompts into blocks of this many tokens instead of the trace's own
-    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "TOKENS", value_parser = crate::numbers::count::<u32>(1..=u32::MAX.into()))]
     rechain: Option<u32>,
     /// Also report mean prefill time: a (n - p) + b (n^2 - p^2) seconds for n tokens, p reused
     #[arg(long, value_name = "A,B", num_args = 0..=1, require_equals = true, default_missing_value = "1.19e-4,7.467e-10", value_parser = fit)]
