@@ -15,7 +15,7 @@ pub(super) fn pools_words(parts: &[OfferedPart], pools: &[PlannedPool]) -> Strin
 
 fn pool_words(parts: &[OfferedPart], pool: &PlannedPool) -> String {
     let name = parts[pool.part].name();
-    let devices = devices_of(pool.count, pool.layout.devices, name);
+    let devices = devices_of(pool.count, pool.layout.devices, &name);
     let attends = pool.attends.map_or_else(String::new, |others| {
         format!(" with {} {} for attention", others.devices, parts[others.part].name())
     });
