@@ -15,7 +15,8 @@ import sys
 import tempfile
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mixtral", "phi3", "phi4-mini", "smollm3", "granite", "granite-tied",
-            "olmo2", "olmo3", "olmoe", "glm4", "exaone4"]
+            "olmo2", "olmo3", "olmoe", "glm4", "exaone4", "gemma-tied", "gemma2-tied", "gemma3-six", "granite-moe", "granite-shared",
+            "granite4", "minimax-m2", "ernie4_5", "seed-oss", "ministral3"]
 
 
 def main():
@@ -25,12 +26,16 @@ def main():
     sys.path.insert(0, str(sources))
     sys.path.insert(1, str(sources / "gguf-py"))
     import convert_hf_to_gguf
-    from conversion import base, glm, phi
+    from conversion import base, gemma, glm, granite, phi
 
     # the tokenizer of a token per byte has no name there, and prompts are ids
     base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
     base.TextModel._set_vocab_sentencepiece = base.TextModel._set_vocab_gpt2
     phi.Phi3MiniModel.set_vocab = glm.Glm4Model.set_vocab = base.TextModel._set_vocab_gpt2
+    # embeddings beyond the tokenizer's, and names of layers before transformers 5
+    gemma.Gemma3Model.modify_tensors = lambda self, tensor, name, block: base.TextModel.modify_tensors(
+        self, tensor + self.norm_shift(name), name, block)
+    granite.GraniteHybridModel.get_attn_layers = lambda self: list(range(self.block_count))
     for family in FAMILIES:
         folder = out / family
         folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ DEVICE void attend(IN_LOCAL const float* q, const Keys* keys, uint first, uint e
         if (present) {
             score = 0.0f;
             for (uint d = 0; d < HEAD_DIM; ++d) score = MAD(q[d], LOAD(KV, keys->k_pool, at + d), score);
-            score *= scale_at(keys, keys->k_pool, at, base + lid);
+            score = CAPPED(score * scale_at(keys, keys->k_pool, at, base + lid));
         }
         const float new_max = FMAX(*max, group_max(score, scratch));
         const float p = present && new_max > -INFINITY ? EXP(score - new_max) : 0.0f;

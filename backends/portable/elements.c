@@ -1,4 +1,4 @@
-// add, silu_mul, gelu_mul, clamped_swiglu, combine, rope, embed: one thread per VEC elements (rope: per VEC pairs);
+// add, silu_mul, gelu_mul, clamped_swiglu, soft_cap, combine, rope, embed: one thread per VEC elements (rope: per VEC pairs);
 // rope_part, copy_columns: one per pair or element; `count` threads in all. X, TABLE for embed, and VEC,
 // which divides rows.
 
@@ -56,6 +56,17 @@ KERNEL(GROUP) clamped_swiglu(READS(X, gate_up), WRITES(X, out), float alpha, flo
         v[j] = (up + 1.0f) * (gate / (1.0f + EXP(-alpha * gate)));
     }
     STORE_VEC(X, out, i * VEC, v);
+}
+
+// In place: cap tanh(x / cap), where tanh(z) = 1 - 2 / (1 + exp(2 z)).
+KERNEL(GROUP) soft_cap(WRITES(f32, x), float cap, ulong count) {
+    START(x);
+    const ulong i = EACH;
+    if (i >= count) return;
+    float v[VEC];
+    LOAD_VEC(f32, x, i * VEC, v);
+    for (uint j = 0; j < VEC; ++j) v[j] = cap * (1.0f - 2.0f / (1.0f + EXP(v[j] * (2.0f / cap))));
+    STORE_VEC(f32, x, i * VEC, v);
 }
 
 // x [tokens, active, cols], weights [tokens, active], out [tokens, cols]

@@ -8,6 +8,13 @@
 #define SCALE (1.0f / SQRT((float)HEAD_DIM))
 #endif
 
+// With SOFT_CAP, the bound of scores; `tanh(z) = 1 - 2 / (1 + exp(2 z))`.
+#ifdef SOFT_CAP
+#define CAPPED(score) (SOFT_CAP * (1.0f - 2.0f / (1.0f + EXP((score) * (2.0f / SOFT_CAP)))))
+#else
+#define CAPPED(score) (score)
+#endif
+
 #define POOLS READS(KV, k_pool), uint page_count, READS(KV, v_pool)
 #define SHAPE uint sequences, uint heads, uint kv_heads, uint page_tokens, uint pages_max
 

@@ -25,6 +25,7 @@ fn decode(stream: &mut Stream) -> OpSig {
         pages_max: context.div_ceil(16) as u32,
         x: DType::Bf16,
         kv: KvShape { kv_heads, head_dim: 128, page_tokens: 16, dtype: DType::Bf16, latent: None },
+        cap: None,
     }
 }
 

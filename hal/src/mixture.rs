@@ -220,6 +220,7 @@ impl OpSig {
             OpSig::ClampedSwiglu { elements, x, .. } | OpSig::GeluMul { elements, x } => {
                 OpSig::SiluMul { elements, x }
             }
+            OpSig::SoftCap { elements, .. } => OpSig::SiluMul { elements, x: DType::F32 },
             _ => return None,
         })
     }

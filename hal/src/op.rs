@@ -17,7 +17,8 @@
 //! `[tokens, head_dim]`.
 //!
 //! **Attention.** Scores are scaled by `1/sqrt(head_dim)`, or as [`LatentKv`] says. `value_dim` is
-//! `head_dim`, or the length of such values. With `window = Some(w)` a query at position p sees keys p-w+1
+//! `head_dim`, or the length of such values. With `cap = Some(c)` a scaled score s becomes `c tanh(s / c)`
+//! (Gemma 2). With `window = Some(w)` a query at position p sees keys p-w+1
 //! ..= p. `AttnDecode` covers any token range of a sequence and returns un-normalised output with
 //! its running maximum and sum, so that attention over any partition of the KV (by head, by request, by
 //! token range) recombines exactly in `AttnMerge`: flash-decoding and attention offload are the same
@@ -189,6 +190,9 @@ pub enum OpSig {
         /// Whether a sink of each head joins the sum of its weights.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         sinks: bool,
+        /// Soft cap of scores.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        cap: Option<Scalar>,
         /// Dtype of `q` and `out`.
         x: DType,
         /// The paged KV.
@@ -209,6 +213,9 @@ pub enum OpSig {
         heads: u32,
         /// Row length of the page table.
         pages_max: u32,
+        /// Soft cap of scores.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        cap: Option<Scalar>,
         /// Dtype of `q`.
         x: DType,
         /// The paged KV.
@@ -258,6 +265,13 @@ pub enum OpSig {
         limit: Scalar,
         /// Dtype of both.
         x: DType,
+    },
+    /// Bounds values smoothly, in place: `x = cap tanh(x / cap)` (the logits of Gemma 2). `x [elements]` f32.
+    SoftCap {
+        /// Elements.
+        elements: u64,
+        /// Bound of magnitudes.
+        cap: Scalar,
     },
     /// Chooses experts for each token ([`ExpertRouting`] says how), and sorts the choices by expert.
     /// `logits [tokens, experts]` f32, with `bias`: `bias [experts]` f32, which is added to scores for the
@@ -500,6 +514,7 @@ impl OpSig {
                 exactly("gate_up", Read, x, elements.saturating_mul(2)),
                 exactly("out", Write, x, elements),
             ],
+            OpSig::SoftCap { elements, .. } => vec![exactly("x", ReadWrite, F32, elements)],
             OpSig::Route { tokens, bias, routing } => routing.operands(tokens, bias),
             OpSig::GroupedGemm { grouped, n, k, x, weight, out, bias } => {
                 grouped.operands([n, k], x, weight, out, bias)

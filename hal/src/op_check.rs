@@ -33,6 +33,13 @@ impl OpSig {
                     None => Ok(()),
                 }
             }
+            OpSig::AttnPrefill { cap: Some(cap), .. }
+            | OpSig::AttnDecode { cap: Some(cap), .. }
+            | OpSig::SoftCap { cap, .. }
+                if !(cap.0.is_finite() && cap.0 > 0.0) =>
+            {
+                Err(format!("{}: a soft cap of {}", self.name(), cap.0))
+            }
             OpSig::AttnPrefill { heads, kv, .. } | OpSig::AttnDecode { heads, kv, .. } => {
                 heads_divide(heads, kv.kv_heads)
             }

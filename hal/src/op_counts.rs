@@ -30,6 +30,7 @@ impl OpSig {
             OpSig::SiluMul { elements, .. } => 4.0 * elements as f64,
             OpSig::ClampedSwiglu { elements, .. } => 6.0 * elements as f64,
             OpSig::GeluMul { elements, .. } => 8.0 * elements as f64,
+            OpSig::SoftCap { elements, .. } => 6.0 * elements as f64,
             OpSig::Route { tokens, routing, .. } => routing.flops(tokens),
             OpSig::GroupedGemm { grouped, n, k, .. } => {
                 2.0 * f64::from(grouped.own()) * f64::from(n) * f64::from(k)

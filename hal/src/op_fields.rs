@@ -106,9 +106,9 @@ operations! {
     "rope" Rope { tokens, heads, head_dim, part, x }
     "kv_write" KvWrite { tokens, x, kv }
     "attn_prefill" AttnPrefill {
-        tokens, sequences, heads, pages_max: count, pairs, kv_tokens, window, sinks, x, kv
+        tokens, sequences, heads, pages_max: count, pairs, kv_tokens, window, sinks, cap, x, kv
     }
-    "attn_decode" AttnDecode { sequences, heads, pages_max: count, kv_tokens, x, kv }
+    "attn_decode" AttnDecode { sequences, heads, pages_max: count, kv_tokens, cap, x, kv }
     "attn_merge" AttnMerge { parts, rows, head_dim, sinks: count, out }
     "silu_mul" SiluMul { elements, x }
     "add" Add { elements, x }
@@ -125,6 +125,7 @@ operations! {
     "quantised_gemm" QuantisedGemm { m, n, k, weight, x, out, bias, accumulate }
     "copy_columns" CopyColumns { rows, cols, from, to, x }
     "gelu_mul" GeluMul { elements, x }
+    "soft_cap" SoftCap { elements, cap }
 }
 
 structs! {
@@ -170,6 +171,20 @@ impl OpField for Scalar {
         let mut bits = self.0.to_bits();
         by.bits(&mut bits)?;
         *self = Scalar(f32::from_bits(bits));
+        Ok(())
+    }
+}
+
+/// A soft cap, if there is one.
+impl OpField for Option<Scalar> {
+    const BLANK: Self = None;
+    fn code(&mut self, by: &mut impl FieldCodec) -> Result<()> {
+        let (mut has, mut cap) = (self.is_some(), self.unwrap_or(OpField::BLANK));
+        by.flag(&mut has)?;
+        if has {
+            cap.code(by)?;
+        }
+        *self = has.then_some(cap);
         Ok(())
     }
 }

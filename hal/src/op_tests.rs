@@ -78,7 +78,7 @@ fn keys_that_contain_their_values_have_one_pool_and_a_scale_of_their_own() {
     assert_eq!((kv.token(), kv.value_dim(), kv.scale()), (576, 512, 0.125));
     assert_eq!(kv.wire_token_bytes(DType::F32), 576 * 4);
     let (x, heads, sequences) = (DType::Bf16, 16, 2);
-    let decode = OpSig::AttnDecode { sequences, kv_tokens: 100, heads, pages_max: 4, x, kv };
+    let decode = OpSig::AttnDecode { sequences, kv_tokens: 100, heads, pages_max: 4, x, kv, cap: None };
     let names = |sig: &OpSig| sig.operands().iter().map(|operand| operand.name).collect::<Vec<_>>();
     assert_eq!(names(&decode), ["q", "range", "pages", "k_pool", "acc", "stat"]);
     assert_eq!(decode.operands()[4].extent, Extent::Exactly(2 * 16 * 512));

@@ -119,6 +119,9 @@ fn elementwise(sig: &OpSig, before: &[Vec<f64>], want: f64, i: usize) -> f64 {
             let relative = EXP + 4.0 * U * f64::from(alpha.0).abs() * gate + DIVIDE + gamma(3);
             rounded(x, want, relative * want.abs() + FLUSH * (1.0 + gate) * (2.0 + up))
         }
+        OpSig::SoftCap { .. } => {
+            rounded(DType::F32, want, oracle::cap_of(sig).map_or(0.0, |cap| cap_error(cap, before[0][i])))
+        }
         // a product and at most as many sums as terms, one more onto the old value
         OpSig::Combine { active, cols, accumulate, .. } => {
             let (active, cols) = (active as usize, cols as usize);
@@ -323,7 +326,12 @@ fn attention(sig: &OpSig, view: oracle::HeadView<'_>, x: DType) -> AttentionBoun
             score += q * k;
             terms += (q * k).abs();
         }
-        scores.push((score * scale, gamma(q.len() + 3) * scale * terms + FLUSH));
+        let (score, delta) = (score * scale, gamma(q.len() + 3) * scale * terms + FLUSH);
+        scores.push(match oracle::cap_of(sig) {
+            // no slope of tanh is above 1
+            Some(cap) => (oracle::capped(Some(cap), score), delta + cap_error(cap, score)),
+            None => (score, delta),
+        });
     }
     let max = scores.iter().fold(f64::NEG_INFINITY, |max, &(score, _)| max.max(score));
     let delta_max = scores.iter().fold(0.0f64, |max, &(_, delta)| max.max(delta));
@@ -348,6 +356,16 @@ fn attention(sig: &OpSig, view: oracle::HeadView<'_>, x: DType) -> AttentionBoun
         }
     }
     out
+}
+
+/// The error of a soft cap, computed as `cap (1 - r)` with `r = 2 / (1 + e)` and `e = exp(2 x / cap)`. Its
+/// argument is rounded by a division and two products; of the error of e, `r e / (1 + e)` remains in r.
+fn cap_error(cap: f64, x: f64) -> f64 {
+    let z = 2.0 * x / cap;
+    let r = 2.0 / (1.0 + z.exp());
+    let kept = 1.0 / (1.0 + (-z).exp());
+    let of_e = EXP + (DIVIDE + 2.0 * U) * z.abs().min(200.0);
+    cap * (r * (kept * of_e + U + DIVIDE) + 2.0 * U)
 }
 
 fn decode(sig: &OpSig, before: &[Vec<f64>]) -> Vec<Vec<f64>> {

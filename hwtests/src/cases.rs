@@ -102,17 +102,21 @@ struct CaseHeads {
 struct PrefillMask {
     window: Option<u32>,
     sinks: bool,
+    cap: Option<Scalar>,
 }
 
 impl PrefillMask {
-    const NONE: PrefillMask = PrefillMask { window: None, sinks: false };
+    const NONE: PrefillMask = PrefillMask { window: None, sinks: false, cap: None };
+
+    /// A soft cap that most scores come near.
+    const CAPPED: PrefillMask = PrefillMask { cap: Some(Scalar(5.0)), ..PrefillMask::NONE };
 
     fn window(tokens: u32, sinks: bool) -> PrefillMask {
-        PrefillMask { window: Some(tokens), sinks }
+        PrefillMask { window: Some(tokens), sinks, cap: None }
     }
 
     fn sinks(sinks: bool) -> PrefillMask {
-        PrefillMask { window: None, sinks }
+        PrefillMask { window: None, sinks, cap: None }
     }
 }
 
@@ -302,6 +306,9 @@ impl CaseBuilder {
             self.even(OpSig::Rope { tokens: 1, heads: 1, head_dim: 2, part: None, x });
             self.even(OpSig::Rope { tokens: 17, heads: 3, head_dim: 6, part: None, x });
         }
+        for &n in self.sweep().iter().chain(&[1009, 4096]) {
+            self.even(OpSig::SoftCap { elements: u64::from(n), cap: Scalar(30.0) });
+        }
         for &n in self.sweep() {
             self.even(OpSig::Copy { bytes: u64::from(n) * 4 });
             self.even(OpSig::Fill { bytes: u64::from(n) * 4, word: 0xDEAD_BEEF });
@@ -403,7 +410,7 @@ impl CaseBuilder {
         mask: PrefillMask,
         x: DType,
     ) {
-        let PrefillMask { window, sinks } = mask;
+        let PrefillMask { window, sinks, cap } = mask;
         let longest = spread.iter().map(|s| s.1).max().unwrap_or(0);
         let sig = OpSig::AttnPrefill {
             tokens: spread.iter().map(|s| s.0).sum(),
@@ -416,6 +423,7 @@ impl CaseBuilder {
             sinks,
             x,
             kv,
+            cap,
         };
         self.push(sig, TokenSpread::Queries(spread.to_vec()));
     }
@@ -426,6 +434,7 @@ impl CaseBuilder {
         for (x, kv) in two_dtypes() {
             self.attn_prefill(&unlike, SMALL, p, PrefillMask::NONE, x, kv);
             self.attn_prefill(&unlike, SMALL, p, PrefillMask::window(8, true), x, kv);
+            self.attn_prefill(&unlike, SMALL, p, PrefillMask::CAPPED, x, kv);
         }
         let (x, kv) = (F32, Bf16);
         for (ratio, kv_heads) in (1..=8).map(|ratio| (ratio, 2)).chain([(3, 1), (1, 5)]) {
@@ -445,6 +454,7 @@ impl CaseBuilder {
             self.attn_prefill(&[(7, 7), (4, 30)], shape, p, PrefillMask::NONE, x, kv);
             self.attn_prefill(&[(9, 9), (3, 20)], shape, p, PrefillMask::sinks(true), x, kv);
             self.attn_prefill(&[(5, 70)], shape, p, PrefillMask::window(33, true), Bf16, Bf16);
+            self.attn_prefill(&[(5, 70)], shape, p, PrefillMask::CAPPED, Bf16, Bf16);
             self.attn_prefill(&[(7, 7), (4, 30)], shape, p, PrefillMask::window(6, false), Bf16, Bf16);
         }
         for page_tokens in self.page_sizes() {
@@ -495,6 +505,18 @@ impl CaseBuilder {
         x: DType,
         kv: DType,
     ) {
+        self.decode_capped(ranges, shape, page_tokens, None, x, kv);
+    }
+
+    fn decode_capped(
+        &mut self,
+        ranges: &[(u32, u32)],
+        shape: CaseHeads,
+        page_tokens: u32,
+        cap: Option<Scalar>,
+        x: DType,
+        kv: DType,
+    ) {
         let longest = ranges.iter().map(|r| r.1).max().unwrap_or(0);
         let sig = OpSig::AttnDecode {
             sequences: to_u32(ranges.len()),
@@ -509,6 +531,7 @@ impl CaseBuilder {
                 dtype: kv,
                 latent: None,
             },
+            cap,
         };
         self.push(sig, TokenSpread::Ranges(ranges.to_vec()));
     }
@@ -518,6 +541,7 @@ impl CaseBuilder {
         let unlike = [(0, 1), (0, 0), (3, p + 2), (p, p), (0, 70), (p - 1, p + 1)];
         for (x, kv) in two_dtypes() {
             self.attn_decode(&unlike, SMALL, p, x, kv);
+            self.decode_capped(&unlike, SMALL, p, PrefillMask::CAPPED.cap, x, kv);
         }
         let (x, kv) = (F32, Bf16);
         for (ratio, kv_heads) in (1..=8).map(|ratio| (ratio, 2)).chain([(3, 1), (1, 5)]) {
@@ -529,6 +553,7 @@ impl CaseBuilder {
             let shape = CaseHeads { ratio: 3, kv_heads: 2, head_dim };
             self.attn_decode(&[(0, 37), (5, 23)], shape, p, x, kv);
             self.attn_decode(&[(0, 37), (5, 23)], shape, p, Bf16, F16);
+            self.decode_capped(&[(0, 37), (5, 23)], shape, p, PrefillMask::CAPPED.cap, Bf16, Bf16);
         }
         for page_tokens in self.page_sizes() {
             for end in [0, 1, page_tokens - 1, page_tokens, page_tokens + 1] {

@@ -191,6 +191,7 @@ fn partition(
                 dtype: kv,
                 latent: None,
             },
+            cap: None,
         };
         let case = Case { sig, spread: TokenSpread::Ranges(CONTEXTS.to_vec()), seed: 1000 + seed as u64 };
         let operands = case.operands();
@@ -253,7 +254,8 @@ fn resized(
     kv_heads: usize,
     mut operands: Vec<Vec<f64>>,
 ) -> (OpSig, Vec<Vec<f64>>) {
-    let OpSig::AttnDecode { pages_max, x, kv: KvShape { page_tokens, dtype: kv, head_dim, .. }, .. } = *sig
+    let OpSig::AttnDecode { pages_max, cap, x, kv: KvShape { page_tokens, dtype: kv, head_dim, .. }, .. } =
+        *sig
     else {
         unreachable!("only attn_decode is cut")
     };
@@ -267,6 +269,7 @@ fn resized(
         pages_max,
         x,
         kv: KvShape { kv_heads: to_u32(kv_heads), head_dim, page_tokens, dtype: kv, latent: None },
+        cap,
     };
     (sig, operands)
 }

@@ -2,7 +2,7 @@
 
 use crate::cases::{Case, TokenSpread};
 use crate::suite::SuiteEntry;
-use mixfleet_hal::{ExpertRouting, KvShape, OpSig, RotaryPart, Scoring};
+use mixfleet_hal::{ExpertRouting, KvShape, OpSig, RotaryPart, Scalar, Scoring};
 use std::collections::HashMap;
 
 /// Returns the entries with their ids, which begin with `l1.`. Cases that differ only in their seed are
@@ -66,14 +66,14 @@ pub(crate) fn of(case: &Case) -> String {
         | OpSig::KvScatter { tokens, wire: other, kv } => {
             format!("{other}.{}.t{tokens}.{}", kv.dtype, pages(kv))
         }
-        OpSig::AttnPrefill { heads, window, sinks, x, kv, .. } => {
+        OpSig::AttnPrefill { heads, window, sinks, cap, x, kv, .. } => {
             let window = window.map(|w| format!(".w{w}")).unwrap_or_default();
             let sinks = if sinks { ".sinks" } else { "" };
             let (dtype, pages) = (kv.dtype, pages(kv));
-            format!("{x}.{dtype}.h{heads}.{pages}{window}{sinks}.{}", spread(&case.spread))
+            format!("{x}.{dtype}.h{heads}.{pages}{window}{sinks}{}.{}", cap_suffix(cap), spread(&case.spread))
         }
-        OpSig::AttnDecode { heads, x, kv, .. } => {
-            format!("{x}.{}.h{heads}.{}.{}", kv.dtype, pages(kv), spread(&case.spread))
+        OpSig::AttnDecode { heads, cap, x, kv, .. } => {
+            format!("{x}.{}.h{heads}.{}{}.{}", kv.dtype, pages(kv), cap_suffix(cap), spread(&case.spread))
         }
         OpSig::AttnMerge { parts, rows, head_dim, sinks, out } => {
             let sinks = if sinks > 0 { format!(".sinks{sinks}") } else { String::new() };
@@ -90,6 +90,7 @@ pub(crate) fn of(case: &Case) -> String {
         OpSig::ClampedSwiglu { elements, alpha, limit, x } => {
             format!("{x}.n{elements}.alpha{}.limit{}", alpha.0, limit.0)
         }
+        OpSig::SoftCap { elements, cap } => format!("n{elements}{}", cap_suffix(Some(cap))),
         OpSig::Route { tokens, bias, routing } => {
             let ExpertRouting { experts, active, groups, groups_active, group_best, .. } = routing;
             let scoring = match routing.scoring {
@@ -116,6 +117,10 @@ pub(crate) fn of(case: &Case) -> String {
         OpSig::Fill { bytes, word } => format!("b{bytes}.w{word:x}"),
     };
     format!("{name}.{shape}")
+}
+
+fn cap_suffix(cap: Option<Scalar>) -> String {
+    cap.map_or(String::new(), |cap| format!(".cap{}", cap.0))
 }
 
 /// Formats sequences as `first-second`, joined by `_`, counting equal ones.

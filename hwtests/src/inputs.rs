@@ -70,6 +70,12 @@ fn floats(case: &Case, operand: &Operand, n: usize, stream: &mut Stream) -> Vec<
                 *v = [100.0, -100.0, 0.0, -1.0, 7.0][i / 5 % 5];
             }
         }
+        // in the middle, near the cap and far beyond it
+        (OpSig::SoftCap { cap, .. }, _) => {
+            for (i, v) in values.iter_mut().enumerate() {
+                *v *= f64::from(cap.0) * [0.01, 0.3, 1.0, 3.0, 1e6][i % 5];
+            }
+        }
         (OpSig::Route { .. }, "logits") => return experts::logits(case, stream),
         (OpSig::Route { .. }, "bias") => return experts::correction(case),
         // angles of real tables, scaled as YaRN does

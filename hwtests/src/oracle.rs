@@ -158,6 +158,7 @@ pub fn run(sig: &OpSig, operands: &mut [Vec<f64>]) -> Result<(), String> {
                 *out = (up + 1.0) * gate / (1.0 + (-alpha * gate).exp());
             }
         }
+        (OpSig::SoftCap { .. }, [x]) => x.iter_mut().for_each(|x| *x = capped(cap_of(sig), *x)),
         (OpSig::Route { .. }, operands) => experts::route(sig, operands)?,
         (OpSig::GroupedGemm { .. }, operands) => experts::grouped_gemm(sig, operands)?,
         (OpSig::Combine { active, cols, accumulate, .. }, [x, weights, out]) => {
@@ -321,10 +322,24 @@ pub(crate) fn scale_and_values(sig: &OpSig) -> (f64, usize) {
     sig.kv().map_or((1.0, 0), |kv| (kv.scale(), kv.value_dim() as usize))
 }
 
+/// The soft cap of scores or values, if they have one.
+pub(crate) fn cap_of(sig: &OpSig) -> Option<f64> {
+    match *sig {
+        OpSig::AttnPrefill { cap, .. } | OpSig::AttnDecode { cap, .. } => cap.map(|cap| f64::from(cap.0)),
+        OpSig::SoftCap { cap, .. } => Some(f64::from(cap.0)),
+        _ => None,
+    }
+}
+
+/// A number with a soft cap.
+pub(crate) fn capped(cap: Option<f64>, x: f64) -> f64 {
+    cap.map_or(x, |cap| cap * (x / cap).tanh())
+}
+
 fn attend(sig: &OpSig, operands: &[Vec<f64>], query: &Query, head: usize) -> PartialAttention {
     let HeadView { q, keys } = head_view(sig, operands, query, head);
     let (scale, value_dim) = scale_and_values(sig);
-    let scores: Vec<f64> = keys.iter().map(|(k, _)| dot(q, k) * scale).collect();
+    let scores: Vec<f64> = keys.iter().map(|(k, _)| capped(cap_of(sig), dot(q, k) * scale)).collect();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let mut part = PartialAttention { max, sum: 0.0, acc: vec![0.0; value_dim] };
     for (score, (_, v)) in scores.iter().zip(&keys) {

@@ -163,9 +163,9 @@ fn first_row(sig: &OpSig, operands: &[Vec<f64>]) -> Option<(OpSig, Vec<Vec<f64>>
         OpSig::RmsNorm { rows, cols, eps, x, weight, out } if rows > 1 => {
             OpSig::RmsNorm { rows: 1, cols, eps, x, weight, out }
         }
-        OpSig::AttnDecode { sequences, heads, pages_max, x, kv, .. } if sequences > 1 => {
+        OpSig::AttnDecode { sequences, heads, pages_max, cap, x, kv, .. } if sequences > 1 => {
             let kv_tokens = to_u64(operands[1][1] - operands[1][0]);
-            OpSig::AttnDecode { sequences: 1, kv_tokens, heads, pages_max, x, kv }
+            OpSig::AttnDecode { sequences: 1, kv_tokens, heads, pages_max, cap, x, kv }
         }
         _ => return None,
     };

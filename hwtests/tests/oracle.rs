@@ -125,6 +125,7 @@ fn prefill_sees_pages_window_and_groups() {
         sinks: false,
         x: F32,
         kv: KvShape { kv_heads: 1, head_dim: 1, page_tokens: 2, dtype: F32, latent: None },
+        cap: None,
     };
     // all keys 0: each output is the mean of the two values seen; token t is at slot [2, 3, 0][t]
     let v_pool = [4.0, f64::NAN, 1.0, 2.0];
@@ -157,6 +158,7 @@ fn decode_over_any_cut_merges_to_prefill() {
             sinks: false,
             x: F32,
             kv: KvShape { kv_heads, head_dim: dim, page_tokens, dtype: F32, latent: None },
+            cap: None,
         };
         let out = vec![0.0; q.len()];
         let whole = run(prefill, &[&q, &[0.0, 1.0], &[f64::from(context)], &pages, &k, &v, &out]);
@@ -168,6 +170,7 @@ fn decode_over_any_cut_merges_to_prefill() {
                 pages_max,
                 x: F32,
                 kv: KvShape { kv_heads, head_dim: dim, page_tokens, dtype: F32, latent: None },
+                cap: None,
             };
             run(sig, &[&q, &[f64::from(first), f64::from(end)], &pages, &k, &v, &out, &[0.0; 8]])
         };

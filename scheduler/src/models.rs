@@ -122,7 +122,6 @@ impl KnownModel {
 const UNSERVED: &[(&str, &str)] = &[
     ("llama-4-maverick", "its windows are chunks, and some layers have no positions"),
     ("llama-4-scout", "its windows are chunks, and some layers have no positions"),
-    ("minimax-m2.5", "it normalises queries and keys over all heads"),
     ("qwen3-next-80b-a3b", "it has linear attention"),
     ("qwen3.5-35b-a3b", "it has linear attention"),
     ("qwen3.5-397b-a17b", "it has linear attention"),

@@ -264,6 +264,7 @@ impl Bench {
                 pages_max,
                 x,
                 kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
+                cap: None,
             };
             bytes += kv_tokens as f64 * 1024.0;
             batch.push(Cmd::new(sig, &[q.clone(), range.clone(), pages, k, v, acc.clone(), stat.clone()])?);
@@ -297,6 +298,7 @@ impl Bench {
             sinks: false,
             x,
             kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
+            cap: None,
         };
         let cmd = Cmd::new(sig, &[q, start, context, pages, k, v, out])?;
         let seconds = self.best(&[vec![cmd]])?;
@@ -384,6 +386,7 @@ impl Bench {
                     pages_max,
                     x,
                     kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
+                    cap: None,
                 };
                 add(sig, &[&q, &range, &pages, &k_pool, &v_pool, &acc, &stat])?;
                 let merge = OpSig::AttnMerge { parts: 1, rows: tokens * heads, head_dim, sinks: 0, out: x };
@@ -401,6 +404,7 @@ impl Bench {
                     sinks: false,
                     x,
                     kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
+                    cap: None,
                 };
                 add(sig, &[&q, &start, &contexts, &pages, &k_pool, &v_pool, &attended])?;
             }

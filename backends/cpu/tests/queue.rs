@@ -177,6 +177,7 @@ fn indices_out_of_range_fail_the_ticket_and_all_later_ones() {
                 sinks: false,
                 x: DType::F32,
                 kv: KvShape { kv_heads: 1, head_dim: 4, page_tokens: 2, dtype: DType::F32, latent: None },
+                cap: None,
             };
             let start = rig.upload(DType::U32, &rig.u32s(&start));
             let pages = rig.upload(DType::U32, &rig.u32s(&[page; 2]));

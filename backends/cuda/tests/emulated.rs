@@ -45,6 +45,7 @@ fn decode(ranges: &[(u32, u32)], (ratio, kv_heads, head_dim): (u32, u32, u32), x
         pages_max: longest.div_ceil(16) + 1,
         x,
         kv: KvShape { kv_heads, head_dim, page_tokens: 16, dtype: kv, latent: None },
+        cap: None,
     }
 }
 
@@ -146,6 +147,7 @@ fn prefill(
         sinks: window.is_some(),
         x: dtype,
         kv: KvShape { kv_heads, head_dim, page_tokens: 16, dtype, latent: None },
+        cap: None,
     }
 }
 

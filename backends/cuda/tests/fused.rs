@@ -208,7 +208,7 @@ fn decode_attention_in_parts_and_its_merge_are_two_launches() {
         let stat = scene.numbers(DType::F32, sequences * heads * 2);
         let merged = scene.numbers(out, sequences * heads * value_dim);
         let kv_tokens = contexts.iter().map(|&context| u64::from(context)).sum();
-        let sig = OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x: out, kv: shape };
+        let sig = OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x: out, kv: shape, cap: None };
         let args = [vec![q, ranges, pages], pools, vec![acc.clone(), stat.clone()]].concat();
         let decode = Cmd::new(sig, &args).unwrap();
         let rows = sequences * heads;

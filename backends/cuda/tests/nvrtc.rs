@@ -90,7 +90,7 @@ fn joined() -> Vec<Vec<PlannedOp>> {
         places[0] = keys[0];
         lists.push(vec![(rope(32), queries), (rope(8), keys), (write, places)]);
         let (sequences, heads, pages_max, kv_tokens) = (4, 32, 256, 16_000);
-        let decode = OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv };
+        let decode = OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv, cap: None };
         let merge = OpSig::AttnMerge { parts: 1, rows: sequences * heads, head_dim: 128, sinks: 0, out: x };
         let (decoded, mut merged) = (apart(&decode, at(0)), apart(&merge, at(1)));
         merged[..2].copy_from_slice(&decoded[5..]);
@@ -147,7 +147,7 @@ fn attention(x: DType, kv: DType) -> Vec<OpSig> {
     let both = |(heads, kv)| {
         let (tokens, pairs, window) = (1000, 0, None);
         [
-            OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv },
+            OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv, cap: None },
             OpSig::AttnPrefill {
                 tokens,
                 sequences,
@@ -159,6 +159,7 @@ fn attention(x: DType, kv: DType) -> Vec<OpSig> {
                 sinks: false,
                 x,
                 kv,
+                cap: None,
             },
         ]
     };
@@ -418,6 +419,7 @@ fn products_of_warpgroups_are_not_serialized() {
                 sinks: false,
                 x,
                 kv,
+                cap: None,
             }
         });
     let launches = sigs.iter().flat_map(launches).filter(|launch| launch.kernel == "attn_prefill_wgmma");

@@ -111,6 +111,7 @@ fn main() -> Result<()> {
             sinks: false,
             x: F32,
             kv: KvShape { kv_heads, head_dim, page_tokens, dtype: Bf16, latent: None },
+            cap: None,
         };
         measure(device, &format!("attn_prefill of {tokens}"), sig)?;
         let sig = OpSig::AttnDecode {
@@ -120,6 +121,7 @@ fn main() -> Result<()> {
             pages_max,
             x: F32,
             kv: KvShape { kv_heads, head_dim, page_tokens, dtype: Bf16, latent: None },
+            cap: None,
         };
         measure(device, &format!("attn_decode of 8 x {tokens}"), sig)?;
     }

@@ -197,6 +197,12 @@ fn single(cmd: &Cmd, tuning: KernelTuning) -> OpenclStep {
             args.extend([Arg::F32(alpha.0), Arg::F32(limit.0), Arg::U64(elements / vec)]);
             launch("elements.c", "clamped_swiglu", element_options(x, x, vec), args, each(elements / vec))
         }
+        OpSig::SoftCap { elements, cap } => {
+            let vec = vector(elements, tuning);
+            args.extend([Arg::F32(cap.0), Arg::U64(elements / vec)]);
+            let macros = element_options(DType::F32, DType::F32, vec);
+            launch("elements.c", "soft_cap", macros, args, each(elements / vec))
+        }
         OpSig::Combine { tokens, active, cols, x, accumulate } => {
             let vec = vector(cols.into(), tuning);
             let count = u64::from(tokens) * u64::from(cols) / vec;
@@ -466,18 +472,18 @@ fn quantised(sig: &OpSig, mut args: Vec<Arg>) -> OpenclStep {
 }
 
 fn attention(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> OpenclStep {
-    let (kernel, rows, heads, x, kv) = match *sig {
-        OpSig::AttnPrefill { tokens, sequences, heads, pages_max, window, sinks, x, kv, .. } => {
+    let (kernel, rows, heads, cap, x, kv) = match *sig {
+        OpSig::AttnPrefill { tokens, sequences, heads, pages_max, window, sinks, cap, x, kv, .. } => {
             if !sinks {
                 args.insert(SINKS_AT, args[0].clone()); // never read
             }
             args.extend([sequences, heads, kv.kv_heads, kv.page_tokens, pages_max].map(Arg::U32));
             args.extend([tokens, window.unwrap_or(u32::MAX), sinks.into()].map(Arg::U32));
-            ("attn_prefill", tokens, heads, x, kv)
+            ("attn_prefill", tokens, heads, cap, x, kv)
         }
-        OpSig::AttnDecode { sequences, heads, pages_max, x, kv, .. } => {
+        OpSig::AttnDecode { sequences, heads, pages_max, cap, x, kv, .. } => {
             args.extend([sequences, heads, kv.kv_heads, kv.page_tokens, pages_max].map(Arg::U32));
-            ("attn_decode", sequences, heads, x, kv)
+            ("attn_decode", sequences, heads, cap, x, kv)
         }
         _ => unreachable!("called for attention"),
     };
@@ -487,6 +493,9 @@ fn attention(sig: &OpSig, mut args: Vec<Arg>, tuning: KernelTuning) -> OpenclSte
     if kv.latent.is_some() {
         let scale = format!("{:?}f", to_f32(kv.scale()));
         macros += &options(&[("VALUE_DIM", &value_dim), ("SCALE", &scale)]);
+    }
+    if let Some(cap) = cap {
+        macros += &options(&[("SOFT_CAP", &format!("{:?}f", cap.0))]);
     }
     let (heads, rows) = (heads as usize, rows as usize);
     match tuning {

@@ -50,6 +50,9 @@ fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
         // the interface has none of these
         OpSig::GroupedGemm { weight: MatrixKind::Quantised(_), .. }
         | OpSig::GeluMul { .. }
+        | OpSig::SoftCap { .. }
+        | OpSig::AttnPrefill { cap: Some(_), .. }
+        | OpSig::AttnDecode { cap: Some(_), .. }
         | OpSig::QuantisedEmbed { .. }
         | OpSig::QuantisedGemm { .. } => return None,
         OpSig::Embed { tokens, vocab, hidden, table, out } => {
@@ -95,6 +98,7 @@ fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
             sinks,
             x,
             kv,
+            cap: None,
         } => {
             let (window, x, kv) = (window.unwrap_or(0), dtype(x), pages(kv));
             let attention =
@@ -110,7 +114,7 @@ fn shape(sig: &OpSig) -> Option<(u32, MixfleetShape)> {
                 (Some(_), true) => return None,
             }
         }
-        OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv } => {
+        OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv, cap: None } => {
             let (x, kv) = (dtype(x), pages(kv));
             let attention = MixfleetAttnDecode { kv_tokens, sequences, heads, pages_max, x, kv };
             match latent {

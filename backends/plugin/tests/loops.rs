@@ -14,7 +14,7 @@ fn later() -> [OpSig; 5] {
     let grouped = GroupedRows { choices: 4, fan: 2, experts: 3, touched: 2, others: 0 };
     [
         OpSig::KvWrite { tokens: 2, x, kv },
-        OpSig::AttnDecode { sequences: 1, kv_tokens: 5, heads: 4, pages_max: 1, x, kv },
+        OpSig::AttnDecode { sequences: 1, kv_tokens: 5, heads: 4, pages_max: 1, x, kv, cap: None },
         OpSig::AttnMerge { parts: 2, rows: 8, head_dim: 32, sinks: 4, out: x },
         OpSig::Route { tokens: 2, bias: false, routing: ExpertRouting::softmax(3, 2, true) },
         OpSig::GroupedGemm { grouped, n: 4, k: 8, x, weight: MatrixKind::Plain(x), out: x, bias: true },

@@ -48,8 +48,18 @@ fn sigs() -> Vec<OpSig> {
             sinks: false,
             x: F32,
             kv: KV,
+            cap: None,
         },
-        OpSig::AttnDecode { sequences: 1, kv_tokens: 0, heads: 4, pages_max: 0, x: F32, kv: KV },
+        OpSig::AttnDecode {
+            sequences: 1,
+            kv_tokens: 0,
+            heads: 4,
+            pages_max: 0,
+            x: F32,
+            kv: KV,
+            cap: Some(Scalar(50.0)),
+        },
+        OpSig::SoftCap { elements: 1 << 34, cap: Scalar(30.0) },
         OpSig::AttnMerge { parts: 1, rows: 2, head_dim: 3, sinks: 0, out: F16 },
         OpSig::SiluMul { elements: 1 << 33, x: F16 },
         OpSig::GeluMul { elements: 7, x: Bf16 },
@@ -134,8 +144,15 @@ fn every_operation_comes_back_as_it_was() {
 #[test]
 fn attention_of_a_layer_takes_few_bytes() {
     let mut bytes = Vec::new();
-    let decode =
-        OpSig::AttnDecode { sequences: 64, kv_tokens: 70_000, heads: 16, pages_max: 40, x: F32, kv: KV };
+    let decode = OpSig::AttnDecode {
+        sequences: 64,
+        kv_tokens: 70_000,
+        heads: 16,
+        pages_max: 40,
+        x: F32,
+        kv: KV,
+        cap: None,
+    };
     put_sig(&mut bytes, &decode).unwrap();
     assert!(bytes.len() <= 16, "{} bytes", bytes.len());
 }

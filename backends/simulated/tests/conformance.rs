@@ -30,6 +30,7 @@ fn support_follows_the_profile_and_the_shape() {
             pages_max,
             x,
             kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
+            cap: None,
         }
     };
     let device = common::device("sim:test");

@@ -84,6 +84,7 @@ impl Bench {
                 pages_max: PAGES,
                 x: DType::F32,
                 kv: KvShape { kv_heads: KV_HEADS, head_dim, page_tokens: PAGE, dtype: self.kv, latent: None },
+                cap: None,
             };
             let (acc_bytes, stat_bytes) = (u64::from(HEADS * head_dim * 4), u64::from(HEADS * 8));
             let [k, v] = self.pools.clone();
@@ -112,6 +113,7 @@ impl Bench {
             sinks: false,
             x: DType::F32,
             kv: KvShape { kv_heads: KV_HEADS, head_dim, page_tokens: PAGE, dtype: self.kv, latent: None },
+            cap: None,
         };
         let out = self.alloc(HEADS * head_dim);
         let [k, v] = self.pools.clone();

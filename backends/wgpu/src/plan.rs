@@ -32,7 +32,7 @@ mod tests;
 
 use crate::kernels::{Kernel, MatrixUnit, ShaderFile};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{DType, Error, OpSig, OperandAccess, Result, RotaryPart, Slice};
+use mixfleet_hal::{DType, Error, OpSig, OperandAccess, Result, RotaryPart, Scalar, Slice};
 use std::sync::Arc;
 
 /// Default number of threads per workgroup.
@@ -233,6 +233,7 @@ impl Planner {
             (OpSig::Route { .. }, _) => self.route(sig, operands)?,
             (OpSig::GroupedGemm { .. }, _) => self.grouped(sig, operands)?,
             (OpSig::Combine { .. }, _) => self.combine(sig, operands)?,
+            (OpSig::SoftCap { cap, .. }, [x]) => self.soft_cap(sig, cap, x)?,
             (OpSig::ClampedSwiglu { .. }, _) => self.clamped_swiglu(sig, operands)?,
             (OpSig::AttnPrefill { .. } | OpSig::AttnDecode { .. }, _) => self.attention(sig, operands)?,
             (sig, _) => return Err(Error::invalid(format!("{}: wrong number of operands", sig.name()))),
@@ -367,6 +368,15 @@ impl Planner {
         for (first, count) in self.runs(&sig, to.elements(), 4)? {
             let shape = element_shape(count, 1, 1, [0, 0], word);
             self.dispatch(&kernel, &[], &[&to.part(first, count)], &shape, count.div_ceil(GROUP.into()));
+        }
+        Ok(())
+    }
+
+    fn soft_cap(&mut self, sig: &OpSig, cap: Scalar, x: &TensorView) -> Result<()> {
+        let kernel = Kernel::new(ShaderFile::Elements, "soft_cap", GROUP);
+        for (first, count) in self.runs(sig, x.elements(), 4)? {
+            let shape = element_shape(count, 1, 1, [0, 0], cap.0.to_bits());
+            self.dispatch(&kernel, &[], &[&x.part(first, count)], &shape, count.div_ceil(GROUP.into()));
         }
         Ok(())
     }

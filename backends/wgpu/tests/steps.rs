@@ -68,6 +68,7 @@ fn batches(of: &mut Memories<'_>, rows: u32) -> (Vec<Vec<Cmd>>, Slice) {
         pages_max: PAGES_MAX,
         x: X,
         kv: KV,
+        cap: None,
     };
     let merge = OpSig::AttnMerge { parts: 1, rows: rows * HEADS, head_dim: KV.head_dim, sinks: 0, out: X };
     let silu = OpSig::SiluMul { elements: u64::from(rows * INNER), x: X };

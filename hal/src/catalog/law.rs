@@ -61,6 +61,7 @@ impl LawKind {
                 pages_max: context.div_ceil(PAGE_TOKENS),
                 x,
                 kv: kv(kv_heads),
+                cap: None,
             }),
             (LawKind::AttnPrefill, &[sequences, each, past, heads, kv_heads]) => {
                 let (tokens, all) = (sequences.checked_mul(each)?, each.checked_add(past)?);
@@ -76,6 +77,7 @@ impl LawKind {
                     sinks: false,
                     x,
                     kv: kv(kv_heads),
+                    cap: None,
                 })
             }
             _ => None,

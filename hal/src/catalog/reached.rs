@@ -218,6 +218,7 @@ impl MeasuredEfficiency {
             pages_max: 4096 / 16,
             x,
             kv: KvShape { kv_heads: 8, head_dim: 128, page_tokens: 16, dtype: x, latent: None },
+            cap: None,
         };
         gemms.chain([(attention, self.attention_decode)]).collect()
     }

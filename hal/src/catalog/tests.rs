@@ -64,6 +64,7 @@ fn decode_of_48() -> OpSig {
         pages_max: 256,
         x: DType::Bf16,
         kv: KvShape { kv_heads: 8, head_dim: 128, page_tokens: 16, dtype: DType::Bf16, latent: None },
+        cap: None,
     }
 }
 

@@ -236,6 +236,7 @@ mod tests {
             pages_max: context.div_ceil(16),
             x: DType::Bf16,
             kv: KvShape { kv_heads: 8, head_dim: 128, page_tokens: 16, dtype: DType::Bf16, latent: None },
+            cap: None,
         }
     }
 

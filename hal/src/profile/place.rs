@@ -100,6 +100,7 @@ pub(super) fn coordinates(sig: &OpSig) -> [f64; DIMENSIONS] {
         OpSig::SiluMul { .. }
         | OpSig::GeluMul { .. }
         | OpSig::ClampedSwiglu { .. }
+        | OpSig::SoftCap { .. }
         | OpSig::Add { .. }
         | OpSig::CopyColumns { .. }
         | OpSig::Copy { .. }

@@ -68,6 +68,7 @@ impl CaseBuilder {
             pages_max: longest.div_ceil(page_tokens) + 1,
             x,
             kv,
+            cap: None,
         };
         self.push(sig, TokenSpread::Ranges(ranges));
         let (tokens, wire) = (page_tokens + 1, x);

@@ -121,6 +121,7 @@ fn shrunk(sig: &OpSig) -> OpSig {
         OpSig::ClampedSwiglu { elements, alpha, limit, x } => {
             OpSig::ClampedSwiglu { elements: elements.min(1009), alpha, limit, x }
         }
+        OpSig::SoftCap { elements, cap } => OpSig::SoftCap { elements: elements.min(1009), cap },
         OpSig::Route { tokens, bias, routing } => OpSig::Route { tokens: tokens.min(17), bias, routing },
         OpSig::Combine { tokens, active, cols, x, accumulate } => {
             OpSig::Combine { tokens: tokens.min(17), active, cols: cols.min(257), x, accumulate }

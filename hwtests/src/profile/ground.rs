@@ -352,6 +352,7 @@ mod tests {
             "silu_mul.bf16.e64",
             "clamped_swiglu.bf16.e64",
             "gelu_mul.bf16.e64",
+            "soft_cap.f32.e64",
             "route.f32.t3.e8.a2",
             "grouped_gemm.bf16.r6.fan2.e4.touched3.n16.k32",
             "combine.bf16.t3.a2.h16",

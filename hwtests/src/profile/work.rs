@@ -286,6 +286,7 @@ fn op_id(sig: &OpSig) -> String {
         | OpSig::ClampedSwiglu { elements, x, .. } => {
             format!("{name}.{x}.e{elements}")
         }
+        OpSig::SoftCap { elements, .. } => format!("{name}.f32.e{elements}"),
         OpSig::Route { tokens, routing, .. } => {
             format!("{name}.f32.t{tokens}.e{}.a{}", routing.experts, routing.active)
         }
@@ -434,6 +435,7 @@ fn small_op(kind: &str, dtype: DType, f: &mut NameFields, page_tokens: u32) -> O
             limit: Scalar(7.0),
             x: dtype,
         },
+        "soft_cap" => OpSig::SoftCap { elements: f.long("e")?, cap: Scalar(30.0) },
         "route" => route(f.take("t")?, f.take("e")?, f.take("a")?),
         "combine" => {
             let (tokens, active, cols) = (f.take("t")?, f.take("a")?, f.take("h")?);
@@ -503,6 +505,7 @@ pub(crate) fn attn_decode(
         pages_max: context.div_ceil(page_tokens.max(1)),
         x: dtype,
         kv: heads.pages(page_tokens, dtype),
+        cap: None,
     })
 }
 
@@ -527,6 +530,7 @@ pub(crate) fn attn_prefill(
         sinks: false,
         x: dtype,
         kv: heads.pages(page_tokens, dtype),
+        cap: None,
     })
 }
 

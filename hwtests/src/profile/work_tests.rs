@@ -1,7 +1,7 @@
 use super::*;
 use proptest::prelude::*;
 
-const NAMES: [&str; 27] = [
+const NAMES: [&str; 28] = [
     "gemm.bf16.m512.n4096.k4096",
     "gemm.f32.m1.n2048.k5632.acc",
     "gemm.bf16.m1.n32000.k2048.logits",
@@ -18,6 +18,7 @@ const NAMES: [&str; 27] = [
     "silu_mul.bf16.e4096",
     "clamped_swiglu.bf16.e4096",
     "gelu_mul.bf16.e4096",
+    "soft_cap.f32.e4096",
     "route.f32.t8.e128.a8",
     "grouped_gemm.bf16.r64.fan8.e16.touched2.n768.k2048",
     "combine.bf16.t8.a8.h2048",

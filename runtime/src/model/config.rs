@@ -193,6 +193,8 @@ impl ModelConfig {
             eps: Scalar(self.norm_eps),
             stream_eps: Scalar(self.scales.stream_eps),
             embedding_scale: Scalar(self.scales.embedding),
+            score_cap: self.scales.score_cap.map_or(counted.score_cap, Scalar),
+            logit_cap: self.scales.logit_cap.map_or(counted.logit_cap, Scalar),
             clamp: self.experts.as_ref().and_then(|experts| experts.clamped).unwrap_or(counted.clamp),
             score_scale: self.latent.as_ref().map_or(counted.score_scale, |latent| latent.scale),
             first_expert: self.experts.as_ref().map_or(0, |experts| experts.held.start),

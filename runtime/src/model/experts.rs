@@ -44,6 +44,11 @@ pub enum ExpertNames {
     Numbered,
     /// As `Projections`, and shared experts `mlp.shared_experts` (DeepSeek, GLM-4-MoE).
     DeepSeek,
+    /// As `Numbered`, and a correction bias beside the router (MiniMax-M2).
+    MiniMax,
+    /// A router `block_sparse_moe.router.layer`; [`TensorLayout`](super::stored::TensorLayout) says where the
+    /// matrices are (Granite MoE).
+    Granite,
     /// `mlp.experts.gate_up_proj` and `mlp.experts.down_proj` of all experts, and a router `mlp.router`
     /// (gpt-oss).
     Fused,
@@ -54,7 +59,8 @@ impl ExpertNames {
     pub(super) const fn router(self) -> &'static str {
         match self {
             ExpertNames::Projections | ExpertNames::DeepSeek => "mlp.gate",
-            ExpertNames::Numbered => "block_sparse_moe.gate",
+            ExpertNames::Numbered | ExpertNames::MiniMax => "block_sparse_moe.gate",
+            ExpertNames::Granite => "block_sparse_moe.router.layer",
             ExpertNames::Fused => "mlp.router",
         }
     }
@@ -63,7 +69,7 @@ impl ExpertNames {
     pub(super) const fn experts(self) -> &'static str {
         match self {
             ExpertNames::Projections | ExpertNames::DeepSeek | ExpertNames::Fused => "mlp.experts",
-            ExpertNames::Numbered => "block_sparse_moe.experts",
+            ExpertNames::Numbered | ExpertNames::MiniMax | ExpertNames::Granite => "block_sparse_moe.experts",
         }
     }
 
@@ -75,11 +81,21 @@ impl ExpertNames {
         }
     }
 
+    /// The routing bias, within a layer.
+    pub(super) const fn correction(self) -> &'static str {
+        match self {
+            ExpertNames::MiniMax => "block_sparse_moe.e_score_correction_bias",
+            _ => "mlp.gate.e_score_correction_bias",
+        }
+    }
+
     /// Gate, up and down of an expert.
     pub(super) const fn matrices(self) -> [&'static str; 3] {
         match self {
-            ExpertNames::Projections | ExpertNames::DeepSeek => ["gate_proj", "up_proj", "down_proj"],
-            ExpertNames::Numbered => ["w1", "w3", "w2"],
+            ExpertNames::Projections | ExpertNames::DeepSeek | ExpertNames::Granite => {
+                ["gate_proj", "up_proj", "down_proj"]
+            }
+            ExpertNames::Numbered | ExpertNames::MiniMax => ["w1", "w3", "w2"],
             ExpertNames::Fused => [GATE_UP, GATE_UP, DOWN],
         }
     }
@@ -91,9 +107,6 @@ pub(super) const GATE_UP: &str = "gate_up_proj";
 pub(super) const DOWN: &str = "down_proj";
 pub(super) const BIAS: &str = "_bias";
 
-/// The routing bias, within a layer.
-pub(super) const CORRECTION: &str = "mlp.gate.e_score_correction_bias";
-
 /// The gate of the shared expert, within a layer.
 pub(super) const SHARED_GATE: &str = "mlp.shared_expert_gate";
 
@@ -102,26 +115,29 @@ impl Mixture {
     ///
     /// # Errors
     /// The error names the field.
-    pub(super) fn parse(
-        fields: &Fields,
-        family: &str,
-        layers: u32,
-        intermediate: u32,
-    ) -> Result<Option<Self>> {
+    pub(super) fn parse(fields: &Fields, family: &str, layers: u32) -> Result<Option<Self>> {
         if family.starts_with("deepseek") || family == "kimi_k2" || family == "glm4_moe" {
             return deepseek(fields, family, layers).map(Some);
         }
         let names = match family {
             "mixtral" => ExpertNames::Numbered,
             "gpt_oss" => ExpertNames::Fused,
+            "minimax_m2" => ExpertNames::MiniMax,
+            "granitemoe" | "granitemoeshared" | "granitemoehybrid" => ExpertNames::Granite,
             _ => ExpertNames::Projections,
         };
+        let own = || fields.count_required("intermediate_size", INNER_MAX);
         let (count, active, inner) = match family {
-            "mixtral" => (8, 2, intermediate),
-            "gpt_oss" => (128, 4, intermediate),
+            "mixtral" => (8, 2, own()?),
+            "gpt_oss" => (128, 4, own()?),
             "qwen2_moe" => (60, 4, 1408),
             "qwen3_moe" => (128, 8, 768),
-            "olmoe" => (64, 8, intermediate),
+            "olmoe" => (64, 8, own()?),
+            "minimax_m2" => (256, 8, own()?),
+            "granitemoehybrid" if fields.get("num_local_experts").and_then(Value::as_u64) == Some(0) => {
+                return Ok(None);
+            }
+            "granitemoe" | "granitemoeshared" | "granitemoehybrid" => (8, 2, own()?),
             _ => return Ok(None),
         };
         // transformers 4 and 5 spell it differently
@@ -135,7 +151,8 @@ impl Mixture {
             return Err(fields.error("num_experts_per_tok", problem));
         }
         let gpt_oss = family == "gpt_oss";
-        let always = family == "mixtral" || gpt_oss;
+        let (minimax, granite) = (family == "minimax_m2", names == ExpertNames::Granite);
+        let always = family == "mixtral" || gpt_oss || minimax || granite;
         let uniform = always || family == "olmoe";
         let intermediate = match uniform {
             true => inner,
@@ -143,16 +160,26 @@ impl Mixture {
         };
         let normalise = always || fields.flag("norm_topk_prob", false)?;
         let qwen2 = family == "qwen2_moe";
-        let shared = match qwen2 {
-            true => fields.count("shared_expert_intermediate_size", INNER_MAX)?.unwrap_or(5632),
-            false => 0,
+        let shared = match family {
+            "qwen2_moe" => fields.count("shared_expert_intermediate_size", INNER_MAX)?.unwrap_or(5632),
+            "granitemoehybrid" => granite_inner(fields)?,
+            "granitemoeshared" if fields.has(GRANITE_SHARED) => match fields.get(GRANITE_SHARED) {
+                Some(Value::Number(none)) if none.as_u64() == Some(0) => 0,
+                _ => granite_inner(fields)?,
+            },
+            "granitemoeshared" => 1024,
+            _ => 0,
         };
+        let softmax = ExpertRouting::softmax(count, active, normalise);
         Ok(Some(Mixture {
-            routing: ExpertRouting::softmax(count, active, normalise),
+            routing: ExpertRouting {
+                scoring: if minimax { Scoring::Sigmoid } else { softmax.scoring },
+                ..softmax
+            },
             held: 0..count,
             intermediate,
             shared,
-            correction: false,
+            correction: minimax,
             shared_gate: qwen2,
             layers: if uniform { vec![true; layers as usize] } else { sparse_layers(fields, layers)? },
             clamped: if gpt_oss { Some(clamp(fields)?) } else { None },
@@ -191,6 +218,13 @@ impl Mixture {
             ..Experts::new(self.routing.experts, self.routing.active, self.intermediate)
         }
     }
+}
+
+/// Length of Granite's MLP beside or instead of experts.
+const GRANITE_SHARED: &str = "shared_intermediate_size";
+
+pub(super) fn granite_inner(fields: &Fields) -> Result<u32> {
+    Ok(fields.count(GRANITE_SHARED, INNER_MAX)?.unwrap_or(1024))
 }
 
 /// The experts of DeepSeek-V2 and V3, of Kimi K2 and of GLM-4-MoE: the first layers have none, all shared

@@ -1,5 +1,8 @@
 //! Families of models: supported ones, and the missing operations of others.
 
+use super::family::FAMILIES as SUPPORTED;
+use super::gguf;
+
 /// A family, by the `model_type` of its `config.json`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelFamily {
@@ -11,7 +14,6 @@ pub struct ModelFamily {
     pub missing: &'static [&'static str],
 }
 
-const SOFT_CAPPING: &str = "soft-capping of scores and logits";
 const STATE: &str = "a recurrent state (linear attention or a state space)";
 const CHUNKS: &str = "attention in chunks, with a temperature by position";
 const SPARSE: &str = "sparse attention by an index";
@@ -29,15 +31,22 @@ const fn lacks(
 }
 
 /// All known families, in the order of their names.
-pub const FAMILIES: [ModelFamily; 40] = [
+pub const FAMILIES: [ModelFamily; 46] = [
+    lacks("apertus", "Apertus", &["an MLP with xIELU and without a gate"]),
     lacks("cohere", "Command R", &["layer norms", "attention and MLP side by side"]),
     lacks("cohere2", "Command A, R7B", &["layer norms", "attention and MLP side by side"]),
     served("deepseek_v2", "DeepSeek V2, V2-Lite"),
     served("deepseek_v3", "DeepSeek V3, R1, V3.1"),
     lacks("deepseek_v32", "DeepSeek V3.2", &[SPARSE]),
+    served("ernie4_5", "ERNIE 4.5 dense"),
+    lacks(
+        "ernie4_5_moe",
+        "ERNIE 4.5 with experts",
+        &["a choice of experts by softmax with a correction bias"],
+    ),
     served("exaone4", "EXAONE 4"),
     served("gemma", "Gemma"),
-    lacks("gemma2", "Gemma 2", &[SOFT_CAPPING]),
+    served("gemma2", "Gemma 2"),
     served("gemma3_text", "Gemma 3 (text)"),
     lacks("gemma4_text", "Gemma 4", &["embeddings of each layer", "keys and values that layers share"]),
     served("glm", "GLM-4-9B-Chat"),
@@ -45,12 +54,14 @@ pub const FAMILIES: [ModelFamily; 40] = [
     served("glm4_moe", "GLM-4.5, 4.6"),
     served("gpt_oss", "gpt-oss"),
     served("granite", "Granite 3 dense"),
-    lacks("granitemoe", "Granite 3 MoE", &["an entry in the table of families; all operations exist"]),
-    lacks("granitemoehybrid", "Granite 4", &[STATE]),
+    served("granitemoe", "Granite 3 MoE"),
+    served("granitemoehybrid", "Granite 4 without Mamba layers"),
+    served("granitemoeshared", "Granite MoE with shared experts"),
+    lacks("hunyuan_v1_dense", "Hunyuan dense", &["norms of queries and keys after rope"]),
     served("kimi_k2", "Kimi K2"),
     served("llama", "Llama 1 to 3, SmolLM2, Yi, TinyLlama, DeepSeek-R1-Distill-Llama"),
     lacks("llama4_text", "Llama 4", &[CHUNKS, "experts scaled by a sigmoid before their products"]),
-    lacks("minimax_m2", "MiniMax M2", &["an entry in the table of families; all operations exist"]),
+    served("minimax_m2", "MiniMax M2"),
     served("ministral", "Ministral"),
     served("ministral3", "Ministral 3 (text)"),
     served("mistral", "Mistral 7B, Nemo, Small"),
@@ -68,9 +79,33 @@ pub const FAMILIES: [ModelFamily; 40] = [
     lacks("qwen3_5_text", "Qwen3.5", &[STATE]),
     served("qwen3_moe", "Qwen3-30B-A3B, 235B-A22B, Qwen3-Coder"),
     lacks("qwen3_next", "Qwen3-Next", &[STATE]),
+    served("seed_oss", "Seed-OSS"),
     served("smollm3", "SmolLM3"),
     lacks("starcoder2", "StarCoder2", &["layer norms", "an MLP without a gate"]),
 ];
+
+/// Where a supported family runs, and from which files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FamilySupport {
+    /// Architectures of its GGUF files; none if these are not supported.
+    pub gguf: Vec<&'static str>,
+    /// Whether devices can divide its layers (`tp:`).
+    pub divides: bool,
+    /// Whether the C interface for backends has its operations.
+    pub plug_ins: bool,
+}
+
+impl ModelFamily {
+    /// Returns where the family runs; none if it is not supported.
+    pub fn support(&self) -> Option<FamilySupport> {
+        let family = SUPPORTED.iter().find(|family| family.model_type == self.model_type)?;
+        Some(FamilySupport {
+            gguf: gguf::architectures_of(self.model_type),
+            divides: family.divides(),
+            plug_ins: !family.gelu,
+        })
+    }
+}
 
 /// The missing operations of a family, as text; none if it is supported or unknown.
 pub(super) fn lacking(model_type: &str) -> Option<String> {

@@ -7,6 +7,7 @@
 
 use super::rope::RopeDefaults;
 use super::stored::{NormNames, TensorLayout};
+use mixfleet_scheduler::layers::NormPlacement;
 
 /// A supported `model_type` and the defaults of its configuration class.
 #[derive(Clone, Copy, Debug)]
@@ -46,6 +47,10 @@ pub(super) enum FamilyBiases {
     /// All projections of attention if `attention_bias` is true, which has this default. With `with_mlp`,
     /// those of the MLP if `mlp_bias` is true.
     AttentionBy { default: bool, with_mlp: bool },
+    /// All projections of attention and of the MLP if this field is true.
+    AllBy(&'static str),
+    /// Those for which `attention_bias` (true by default), `attention_out_bias` and `mlp_bias` say so.
+    Each,
 }
 
 /// Norms of queries and keys.
@@ -124,8 +129,15 @@ const OLMO2: Family = Family {
     ..of("olmo2", "Olmo2ForCausalLM")
 };
 
+const GRANITE_MOE: Family = Family {
+    scales: StreamScales::Granite,
+    biases: BY_FLAG,
+    layout: TensorLayout { granite_mlp: true, ..TensorLayout::LLAMA },
+    ..of("granitemoe", "GraniteMoeForCausalLM")
+};
+
 /// All supported families.
-pub(super) const FAMILIES: [Family; 25] = [
+pub(super) const FAMILIES: [Family; 32] = [
     LLAMA,
     Family {
         context_max: 131_072,
@@ -220,6 +232,36 @@ pub(super) const FAMILIES: [Family; 25] = [
         ..of("smollm3", "SmolLM3ForCausalLM")
     },
     Family { scales: StreamScales::Granite, ..of("granite", "GraniteForCausalLM") },
+    GRANITE_MOE,
+    Family { model_type: "granitemoeshared", architecture: "GraniteMoeSharedForCausalLM", ..GRANITE_MOE },
+    Family { model_type: "granitemoehybrid", architecture: "GraniteMoeHybridForCausalLM", ..GRANITE_MOE },
+    Family {
+        context_max: 196_608,
+        kv_heads: Some(8),
+        head_dim: Some(128),
+        rope: RopeDefaults { theta: 5e6, partial: Some(1.0) },
+        biases: FamilyBiases::Never,
+        qk_norm: QkNorm::Whole,
+        ..of("minimax_m2", "MiniMaxM2ForCausalLM")
+    },
+    Family {
+        context_max: 131_072,
+        kv_heads: Some(2),
+        head_dim: Some(128),
+        norm_eps: 1e-5,
+        rope: RopeDefaults { theta: 5e5, partial: None },
+        tied: true,
+        biases: FamilyBiases::AllBy("use_bias"),
+        interleaved: true,
+        ..of("ernie4_5", "Ernie4_5ForCausalLM")
+    },
+    Family {
+        context_max: 524_288,
+        kv_heads: Some(8),
+        head_dim: Some(128),
+        biases: FamilyBiases::Each,
+        ..of("seed_oss", "SeedOssForCausalLM")
+    },
     OLMO2,
     Family {
         model_type: "olmo3",
@@ -236,6 +278,13 @@ pub(super) const FAMILIES: [Family; 25] = [
         ..of("olmoe", "OlmoeForCausalLM")
     },
     GEMMA,
+    Family {
+        model_type: "gemma2",
+        architecture: "Gemma2ForCausalLM",
+        kv_heads: Some(4),
+        layout: TensorLayout { norms: NormNames::Gemma, ..GEMMA.layout },
+        ..GEMMA
+    },
     Family {
         model_type: "gemma3_text",
         architecture: "Gemma3ForCausalLM",
@@ -263,6 +312,13 @@ pub(super) const FAMILIES: [Family; 25] = [
         ..of("exaone4", "Exaone4ForCausalLM")
     },
 ];
+
+impl Family {
+    /// Whether devices can divide its layers.
+    pub(super) fn divides(&self) -> bool {
+        self.layout.norms.placement() == NormPlacement::Before && self.qk_norm != QkNorm::Whole
+    }
+}
 
 /// Returns a family with Llama's defaults under another name.
 const fn of(model_type: &'static str, architecture: &'static str) -> Family {

@@ -220,7 +220,7 @@ impl Checkpoint {
                 return Err(Error::tensor(directory, &stored, problem));
             };
             let dtype = check(&shards[shard].file, &stored, entry, &stored_shape)?;
-            let whole = Location { dtype, shape: stored_shape, shard, range: entry.range.clone() };
+            let whole = Location { dtype, shape: flattened(stored_shape), shard, range: entry.range.clone() };
             let bytes = shards[shard].memory.as_bytes();
             let part = TensorPart { shape, rows, fold };
             tensors.insert(name, whole.planned(part, bytes, &mut aside, shards.len()));
@@ -262,6 +262,7 @@ impl Checkpoint {
                 );
                 return Err(Error::tensor(place, &name, problem));
             }
+            let shape = flattened(shape);
             let whole = Location { dtype: part.dtype, shape, shard: 0, range: 0..part.bytes.len() };
             let of = TensorPart { shape: planned.shape, rows, fold };
             let Location { dtype, shape, range, .. } = whole.planned(of, &part.bytes, &mut arena, 0);
@@ -317,6 +318,14 @@ impl Checkpoint {
             self.tensors.iter().map(|(name, t)| (name.as_str(), t.dtype, t.shape.as_slice())).collect();
         all.sort_unstable_by_key(|(name, ..)| *name);
         all
+    }
+}
+
+/// The shape of matrices in sequence as one matrix.
+fn flattened(shape: Vec<u64>) -> Vec<u64> {
+    match shape[..] {
+        [matrices, rows, columns] => vec![matrices.saturating_mul(rows), columns],
+        _ => shape,
     }
 }
 

@@ -1,7 +1,7 @@
 //! The tensors of a model: names in a checkpoint, shapes, and the part of each member of several devices.
 
 use super::config::ModelConfig;
-use super::experts::{BIAS, CORRECTION, DOWN, ExpertNames, GATE_UP, Mixture, SHARED_GATE};
+use super::experts::{BIAS, DOWN, ExpertNames, GATE_UP, Mixture, SHARED_GATE};
 use mixfleet_scheduler::cost::{Experts, LatentAttention, MemberShare};
 use mixfleet_scheduler::layers::Weight;
 use std::ops::Range;
@@ -115,7 +115,7 @@ impl TensorPlan {
             return;
         }
         if experts.correction {
-            self.add(Weight::Correction, CORRECTION, &[all]);
+            self.add(Weight::Correction, names.correction(), &[all]);
         }
         let [gate, up, down] = names.matrices();
         for (matrix, weight, shape) in [

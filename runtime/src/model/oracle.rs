@@ -2,7 +2,7 @@
 //! no code shared with the engine except the loader and the rope table.
 
 use super::config::{ModelConfig, Rope};
-use super::experts::{BIAS, CORRECTION, DOWN, GATE_UP, Mixture, SHARED_GATE};
+use super::experts::{BIAS, DOWN, GATE_UP, Mixture, SHARED_GATE};
 use super::latent::LatentHeads;
 use super::load::Checkpoint;
 use super::names;
@@ -46,7 +46,7 @@ impl Oracle {
         let head = if self.config.tied_embeddings { names::EMBED } else { names::LM_HEAD };
         let eps = self.config.scales.stream_eps;
         let normed = self.norm_by(&self.hidden(ids), names::NORM, eps); // [tokens, hidden]
-        matmul(&normed, &self.weights[head], self.config.hidden as usize)
+        self.capped_logits(matmul(&normed, &self.weights[head], self.config.hidden as usize))
     }
 
     /// Logits after the last token: `[vocab]`. Much cheaper than all of them if the vocabulary is large.
@@ -58,7 +58,13 @@ impl Oracle {
         let hidden = self.config.hidden as usize;
         let x = self.hidden(ids); // [tokens, hidden]
         let eps = self.config.scales.stream_eps;
-        matmul(&self.norm_by(&x[x.len() - hidden..], names::NORM, eps), &self.weights[head], hidden)
+        let normed = self.norm_by(&x[x.len() - hidden..], names::NORM, eps);
+        self.capped_logits(matmul(&normed, &self.weights[head], hidden))
+    }
+
+    fn capped_logits(&self, logits: Vec<f64>) -> Vec<f64> {
+        let cap = self.config.scales.logit_cap;
+        logits.into_iter().map(|logit| soft_capped(cap, logit)).collect()
     }
 
     /// The residual stream after all layers: `[tokens, hidden]`.
@@ -183,7 +189,7 @@ impl Oracle {
         let routing = &experts.routing;
         let mut keys = scores.to_vec();
         if experts.correction {
-            add(&mut keys, &self.weights[&names::in_layer(layer, CORRECTION)]);
+            add(&mut keys, &self.weights[&names::in_layer(layer, experts.names.correction())]);
         }
         let best = |mut order: Vec<usize>, of: &dyn Fn(usize) -> f64, count: u32| {
             order.sort_by(|&a, &b| of(b).total_cmp(&of(a)));
@@ -260,8 +266,10 @@ impl Oracle {
             for head in 0..heads {
                 let query = head_of(&q, head_dim, heads, token, head);
                 let kv_head = head / (heads / kv_heads);
-                let score =
-                    |t| dot(query, head_of(&k, head_dim, kv_heads, t, kv_head)) / (head_dim as f64).sqrt();
+                let score = |t| {
+                    let key = head_of(&k, head_dim, kv_heads, t, kv_head);
+                    soft_capped(c.scales.score_cap, dot(query, key) / (head_dim as f64).sqrt())
+                };
                 let mut scores: Vec<f64> = (first..=token).map(score).collect();
                 scores.extend(c.sinks_in(layer).get(head).map(|sink| f64::from(*sink)));
                 let weights = softmax(scores); // a sink has no value
@@ -358,6 +366,11 @@ impl Oracle {
             }
         }
     }
+}
+
+/// A number with a soft cap, if there is one.
+fn soft_capped(cap: Option<f32>, x: f64) -> f64 {
+    cap.map(f64::from).map_or(x, |cap| cap * (x / cap).tanh())
 }
 
 /// Rounds a head to the values of `dtype`: for eight bits, to codes times the least power of two at which the

@@ -5,7 +5,7 @@
 
 use super::config::ModelConfig;
 use super::error::{Error, Result};
-use super::experts::Mixture;
+use super::experts::{self, Mixture};
 use super::families;
 use super::family::{FAMILIES, Family, FamilyBiases, QkNorm};
 use super::fields::{Fields, read_object, read_object_if_present};
@@ -91,7 +91,10 @@ impl ModelConfig {
         let windows = windows(&fields, family, layers)?;
         let ropes = ModelRopes::parse(&fields, family, RopeSize { rotated, context_max }, &windows)?;
         let context_limit = rope::context_limit(&fields, context_max)?.unwrap_or(context_max);
-        let intermediate = fields.count_required("intermediate_size", HIDDEN_MAX)?;
+        let intermediate = match is(&["granitemoehybrid"]) {
+            true => experts::granite_inner(&fields)?,
+            false => fields.count_required("intermediate_size", HIDDEN_MAX)?,
+        };
         Ok(ModelConfig {
             family: family.model_type.into(),
             hidden,
@@ -109,7 +112,7 @@ impl ModelConfig {
             mlp_bias,
             qk_norm,
             sinks: is(&["gpt_oss"]).then(|| Arc::new([]) as Arc<[f32]>),
-            experts: Mixture::parse(&fields, family.model_type, layers, intermediate)?,
+            experts: Mixture::parse(&fields, family.model_type, layers)?,
             tied_embeddings: fields.flag("tie_word_embeddings", family.tied)?,
             windows,
             pages: LayerPages::whole(layers),
@@ -187,6 +190,12 @@ fn biases(fields: &Fields, family: &Family) -> Result<[bool; 3]> {
             let has = fields.flag("attention_bias", default)?;
             [has, has, with_mlp && fields.flag("mlp_bias", false)?]
         }
+        FamilyBiases::AllBy(field) => [fields.flag(field, false)?; 3],
+        FamilyBiases::Each => [
+            fields.flag("attention_bias", true)?,
+            fields.flag("attention_out_bias", false)?,
+            fields.flag("mlp_bias", false)?,
+        ],
     })
 }
 
@@ -273,15 +282,17 @@ fn windows(fields: &Fields, family: &Family, layers: u32) -> Result<Vec<Option<u
     };
     match family.model_type {
         // These have no window, regardless of the fields; Mistral has one in every layer.
-        "llama" | "gemma" | "glm" | "glm4" | "glm4_moe" | "granite" | "olmo2" | "olmoe" | "deepseek_v2"
-        | "deepseek_v3" | "kimi_k2" => Ok(vec![None; layers as usize]),
+        "llama" | "gemma" | "glm" | "glm4" | "glm4_moe" | "granite" | "granitemoe" | "granitemoeshared"
+        | "olmo2" | "olmoe" | "deepseek_v2" | "deepseek_v3" | "kimi_k2" | "minimax_m2" | "ernie4_5"
+        | "seed_oss" => Ok(vec![None; layers as usize]),
+        "granitemoehybrid" => all_attention(fields, types, layers),
         "smollm3" => {
             if fields.flag("use_sliding_window", false)? {
                 return Err(fields.error("use_sliding_window", "true is not supported; supported: false"));
             }
             Ok(vec![None; layers as usize])
         }
-        "olmo3" | "exaone4" | "gemma3_text" | "ministral" => {
+        "olmo3" | "exaone4" | "gemma2" | "gemma3_text" | "ministral" => {
             windows_by_type(fields, family, types, window(Some(4096))?, layers)
         }
         // by default in every second layer, starting with the first
@@ -347,6 +358,7 @@ fn windows_by_type(
     }
     let every = match family.model_type {
         "ministral" => return Ok(vec![window; layers as usize]),
+        "gemma2" if fields.get(PATTERN).is_none() => 2,
         "gemma3_text" => fields.count(PATTERN, LAYERS_MAX)?.unwrap_or(6),
         _ if fields.get(PATTERN).is_some() && window.is_some() => {
             let problem = "not supported without layer_types, which says the same of each layer";
@@ -355,6 +367,21 @@ fn windows_by_type(
         _ => 4,
     };
     Ok((1..=layers).map(|layer| window.filter(|_| layer % every != 0)).collect())
+}
+
+/// Refuses layers with a state.
+fn all_attention(fields: &Fields, types: Option<Vec<&str>>, layers: u32) -> Result<Vec<Option<u32>>> {
+    let field = if types.is_some() { "layer_types" } else { "layers_block_type" };
+    let types = types.map_or_else(|| fields.texts(field), |types| Ok(Some(types)))?;
+    match types {
+        Some(types) if types.iter().all(|kind| ["attention", "full_attention"].contains(kind)) => {
+            layer_windows(fields, &types, None, layers)
+        }
+        _ => {
+            let problem = "not supported unless all layers are attention: others need a recurrent state";
+            Err(fields.error(field, problem))
+        }
+    }
 }
 
 fn layer_windows(

@@ -521,7 +521,7 @@ fn layers_are_rotated_as_their_family_says() {
 #[test]
 fn multipliers_are_those_of_the_residual_stream_as_it_is_kept() {
     let granite = good(styled("granite"));
-    let ModelScales { stream_eps, embedding, branch, last_norm, score } = granite.scales;
+    let ModelScales { stream_eps, embedding, branch, last_norm, score, .. } = granite.scales;
     assert!((stream_eps / (1e-5 / 0.22 / 0.22) - 1.0).abs() < 1e-6);
     assert!((embedding / (12.0 / 0.22) - 1.0).abs() < 1e-6 && branch == 1.0 && last_norm == 0.125);
     assert!((score - 0.2 * 8f32.sqrt()).abs() < 1e-6);
@@ -558,4 +558,30 @@ fn a_field_that_another_family_reads_is_refused_by_name() {
         fields.insert(field.to_owned(), value);
         assert_eq!(good(with(llama(), Value::Object(fields))), good(llama()), "{field}");
     }
+}
+
+#[test]
+fn soft_caps_of_gemma_2_have_defaults_and_may_be_absent() {
+    let caps = |config: Value| {
+        let scales = good(config).scales;
+        (scales.score_cap, scales.logit_cap)
+    };
+    let mut gemma = styled("gemma2");
+    assert_eq!(caps(gemma.clone()), (Some(0.5), Some(1.5)));
+    assert_eq!(good(gemma.clone()).windows, [Some(5), None, Some(5), None]);
+    gemma["attn_logit_softcapping"] = Value::Null;
+    gemma.as_object_mut().expect("an object").remove("final_logit_softcapping");
+    assert_eq!(caps(gemma), (None, Some(30.0)));
+    let error =
+        parse(with(llama(), json!({"final_logit_softcapping": 30.0}))).expect_err("no cap").to_string();
+    assert!(error.contains("final_logit_softcapping"), "{error}");
+}
+
+#[test]
+fn a_granite_4_with_a_state_is_refused() {
+    let mut granite = styled("granite4");
+    assert_eq!(good(granite.clone()).intermediate, 72);
+    granite["layer_types"] = json!(["attention", "mamba", "attention", "attention"]);
+    let error = parse(granite).expect_err("a state").to_string();
+    assert!(error.contains("layer_types") && error.contains("recurrent state"), "{error}");
 }

@@ -10,7 +10,7 @@ use mixfleet_hal::cast::to_usize;
 use mixfleet_hal::random::Stream;
 use mixfleet_hal::{DType, HostMemory};
 use mixfleet_scheduler::layers::Weight;
-use mixfleet_scheduler::models::KnownModel;
+use mixfleet_scheduler::models::{KnownModel, Windows};
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, HashMap};
@@ -82,7 +82,8 @@ impl RandomCheckpoint {
     /// # Errors
     /// When the runtime does not run models of this kind.
     pub fn of_shape(model: &KnownModel) -> Result<Self> {
-        if model.windows.is_some() {
+        let gemma = model.windows.filter(|_| model.repository.starts_with("google/gemma-3"));
+        if model.windows.is_some() && gemma.is_none() {
             let problem = "layers with and without a sliding window in turn are not supported";
             return Err(Error::file(Path::new(model.name), problem));
         }
@@ -105,7 +106,19 @@ impl RandomCheckpoint {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
             "bos_token_id": builtin::BOS, "eos_token_id": builtin::EOS,
         });
-        let config = config.as_object().cloned().unwrap_or_default();
+        let mut config = config.as_object().cloned().unwrap_or_default();
+        if let Some(Windows { tokens, period }) = gemma {
+            let own = json!({
+                "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"],
+                "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": model.head_dim,
+                "sliding_window": tokens, "sliding_window_pattern": period,
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                },
+            });
+            config.extend(own.as_object().cloned().unwrap_or_default());
+        }
         Ok(RandomCheckpoint { config, dtype: DType::Bf16, seed: 1 })
     }
 

@@ -44,7 +44,9 @@ pub(super) fn rotated(config: &Fields, head_dim: u32, usual: RopeDefaults) -> Re
             false => Err(place.error(FIELD, "unsupported in this family; supported: 1")),
         };
     };
-    let factor = inner.or(outer).unwrap_or(usual);
+    // MiniMax-M2 has the length itself
+    let given = config.positive("rotary_dim")?.map(|length| length / f64::from(head_dim));
+    let factor = inner.or(outer).or(given).unwrap_or(usual);
     let length = (f64::from(head_dim) * factor).floor();
     match (0..=head_dim / 2).map(|pairs| 2 * pairs).find(|even| f64::from(*even) == length) {
         Some(length) if length > 0 => Ok(length),

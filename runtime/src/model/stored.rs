@@ -20,6 +20,9 @@ pub struct TensorLayout {
     pub norms: NormNames,
     /// Whether norms are stored minus one (Gemma).
     pub offset_norms: bool,
+    /// Whether the MLP is `shared_mlp`, and gate and up are one matrix there and in each expert, all of which
+    /// are one tensor (Granite MoE).
+    pub granite_mlp: bool,
 }
 
 /// Names of a layer's norms, which determine their positions.
@@ -65,8 +68,13 @@ impl NormNames {
 
 impl TensorLayout {
     /// Separate tensors, and norms as in Llama.
-    pub const LLAMA: TensorLayout =
-        TensorLayout { fused_qkv: false, fused_mlp: false, norms: NormNames::Llama, offset_norms: false };
+    pub const LLAMA: TensorLayout = TensorLayout {
+        fused_qkv: false,
+        fused_mlp: false,
+        norms: NormNames::Llama,
+        offset_norms: false,
+        granite_mlp: false,
+    };
 }
 
 /// Conversion of stored norm weights at load: `(w + offset) * factor`.
@@ -91,7 +99,7 @@ impl NormFold {
 pub(super) struct StoredTensor {
     pub(super) name: String,
     pub(super) shape: Vec<u64>,
-    /// Rows of the stored tensor that form the planned one; none means all.
+    /// Rows of the stored tensor that form the planned one, of all its matrices together; none means all.
     pub(super) rows: Option<Range<u64>>,
     pub(super) fold: Option<NormFold>,
 }
@@ -99,13 +107,15 @@ pub(super) struct StoredTensor {
 /// Finds a planned tensor of a model in its checkpoint.
 pub(super) fn stored_tensor(config: &ModelConfig, tensor: &PlannedTensor) -> StoredTensor {
     let fold = fold_of(config, tensor.weight);
-    let part = fused_rows(config, tensor.weight).zip(tensor.layer).filter(|_| tensor.expert.is_none());
-    let Some((FusedRows { name, first, of }, layer)) = part else {
+    let part = match config.layout.granite_mlp {
+        true => granite_rows(config, tensor),
+        false => fused_rows(config, tensor.weight).filter(|_| tensor.expert.is_none()),
+    };
+    let Some((FusedRows { name, first, of }, layer)) = part.zip(tensor.layer) else {
         return StoredTensor { name: tensor.name.clone(), shape: tensor.shape.clone(), rows: None, fold };
     };
-    let mut shape = tensor.shape.clone();
-    let rows = first..first + shape[0];
-    shape[0] = of;
+    let rows = first..first + tensor.shape[0];
+    let shape = [&of[..], &tensor.shape[1..]].concat();
     StoredTensor { name: names::in_layer(layer as usize, name), shape, rows: Some(rows), fold }
 }
 
@@ -122,11 +132,35 @@ pub(super) fn stored_tensors(config: &ModelConfig) -> Vec<(StoredTensor, Weight)
     all
 }
 
-/// Position of a matrix in a fused tensor: its first row, and the number of rows of the whole tensor.
+/// Position of a matrix in a fused tensor: its first row, and the shape of the whole tensor but for the length
+/// of a row.
 struct FusedRows {
     name: &'static str,
     first: u64,
-    of: u64,
+    of: Vec<u64>,
+}
+
+/// Positions of the matrices of Granite's experts and MLP.
+fn granite_rows(config: &ModelConfig, tensor: &PlannedTensor) -> Option<FusedRows> {
+    const INPUT: &str = "block_sparse_moe.input_linear.weight";
+    let n = |count: u32| u64::from(count);
+    let experts = config.experts_of(tensor.layer? as usize);
+    let inner = n(experts.map_or(config.intermediate, |experts| experts.shared));
+    let (hidden, own) = (n(config.hidden), n(experts.map_or(0, |experts| experts.intermediate)));
+    let all = n(experts.map_or(0, |experts| experts.routing.experts));
+    let expert = n(tensor.expert.unwrap_or(0));
+    let mlp = |name, first, rows| Some(FusedRows { name, first, of: vec![rows] });
+    let packed =
+        |name, first, rows: u64| Some(FusedRows { name, first: expert * rows + first, of: vec![all, rows] });
+    match tensor.weight {
+        Weight::Gate => mlp("shared_mlp.input_linear.weight", 0, 2 * inner),
+        Weight::Up => mlp("shared_mlp.input_linear.weight", inner, 2 * inner),
+        Weight::Down => mlp("shared_mlp.output_linear.weight", 0, hidden),
+        Weight::ExpertGate => packed(INPUT, 0, 2 * own),
+        Weight::ExpertUp => packed(INPUT, own, 2 * own),
+        Weight::ExpertDown => packed("block_sparse_moe.output_linear.weight", 0, hidden),
+        _ => None,
+    }
 }
 
 fn fused_rows(config: &ModelConfig, weight: Weight) -> Option<FusedRows> {
@@ -134,8 +168,8 @@ fn fused_rows(config: &ModelConfig, weight: Weight) -> Option<FusedRows> {
     let (q, kv) = (n(config.heads) * n(config.head_dim), n(config.kv_heads) * n(config.head_dim));
     let inner = n(config.intermediate);
     let TensorLayout { fused_qkv, fused_mlp, .. } = config.layout;
-    let qkv = |first| Some(FusedRows { name: "self_attn.qkv_proj.weight", first, of: q + 2 * kv });
-    let mlp = |first| Some(FusedRows { name: "mlp.gate_up_proj.weight", first, of: 2 * inner });
+    let qkv = |first| Some(FusedRows { name: "self_attn.qkv_proj.weight", first, of: vec![q + 2 * kv] });
+    let mlp = |first| Some(FusedRows { name: "mlp.gate_up_proj.weight", first, of: vec![2 * inner] });
     match weight {
         Weight::Q if fused_qkv => qkv(0),
         Weight::K if fused_qkv => qkv(q),

@@ -27,12 +27,24 @@ pub struct ModelScales {
     pub last_norm: f32,
     /// Factor of scores beside `1/sqrt(head_dim)`. The cosines and sines of the rope carry its square root.
     pub score: f32,
+    /// Soft cap of scores.
+    pub score_cap: Option<f32>,
+    /// Soft cap of logits.
+    pub logit_cap: Option<f32>,
 }
 
 impl ModelScales {
     /// Returns the neutral multipliers.
     pub(super) fn none(norm_eps: f32) -> Self {
-        ModelScales { stream_eps: norm_eps, embedding: 1.0, branch: 1.0, last_norm: 1.0, score: 1.0 }
+        ModelScales {
+            stream_eps: norm_eps,
+            embedding: 1.0,
+            branch: 1.0,
+            last_norm: 1.0,
+            score: 1.0,
+            score_cap: None,
+            logit_cap: None,
+        }
     }
 
     /// Reads the multipliers of a family.
@@ -51,11 +63,14 @@ impl ModelScales {
             StreamScales::None => Ok(none),
             // the stream is divided by the multiplier of embeddings: norms after blocks carry the inverse
             StreamScales::Gemma if family.layout.norms.placement() == NormPlacement::Around => {
+                let [score_cap, logit_cap] = soft_caps(fields, family)?;
                 let before = fields.positive("query_pre_attn_scalar")?.unwrap_or(256.0);
                 Ok(ModelScales {
                     stream_eps: to_f32(f64::from(norm_eps) / f64::from(hidden)),
                     branch: to_f32(1.0 / f64::from(hidden).sqrt()),
                     score: to_f32((f64::from(head_dim) / before).sqrt()),
+                    score_cap,
+                    logit_cap,
                     ..none
                 })
             }
@@ -65,9 +80,9 @@ impl ModelScales {
                 Ok(ModelScales {
                     stream_eps: to_f32(f64::from(norm_eps) / (residual * residual)),
                     embedding: to_f32(factor("embedding_multiplier")? / residual),
-                    branch: 1.0,
                     last_norm: to_f32(1.0 / factor("logits_scaling")?),
                     score: to_f32(factor("attention_multiplier")? * f64::from(head_dim).sqrt()),
+                    ..none
                 })
             }
         }
@@ -78,6 +93,19 @@ impl ModelScales {
         Rope { scale: rope.scale * self.score.sqrt(), ..rope }
     }
 }
+
+/// Reads the soft caps of scores and of logits.
+fn soft_caps(fields: &Fields, family: &Family) -> Result<[Option<f32>; 2]> {
+    let defaults = if family.model_type == "gemma2" { [Some(50.0), Some(30.0)] } else { [None; 2] };
+    let read = |field: &str, default: Option<f64>| -> Result<Option<f32>> {
+        let cap = if fields.has(field) { fields.positive(field)? } else { default };
+        Ok(cap.map(to_f32))
+    };
+    Ok([read(SCORE_CAP, defaults[0])?, read(LOGIT_CAP, defaults[1])?])
+}
+
+const SCORE_CAP: &str = "attn_logit_softcapping";
+const LOGIT_CAP: &str = "final_logit_softcapping";
 
 /// The ropes of a model, and which of them each layer uses; an empty `of_layers` means `main` in all.
 pub(super) struct ModelRopes {
@@ -111,7 +139,12 @@ impl ModelRopes {
                 of_layers: windows.iter().map(of).collect(),
             });
         }
-        let main = rope::parse(fields, size, family.rope)?;
+        let mut main = rope::parse(fields, size, family.rope)?;
+        // a rotation by zero still carries the factor of scores
+        if family.model_type == "granitemoehybrid" && fields.text("position_embedding_type")? != Some("rope")
+        {
+            main.inv_freq.fill(0.0);
+        }
         let of_layers = match family.model_type {
             "smollm3" => bare_layers(fields, windows.len())?,
             // if some layers have a window, those without one are not rotated
@@ -150,21 +183,25 @@ pub(super) fn layer_style(family: &Family, scales: &ModelScales, ropes: Vec<Laye
         whole_qk_norm: family.qk_norm == QkNorm::Whole,
         gelu: family.gelu,
         scaled_embedding: scales.embedding != 1.0,
+        capped_scores: scales.score_cap.is_some(),
+        capped_logits: scales.logit_cap.is_some(),
         ropes,
     }
 }
 
+const GRANITES: [&str; 4] = ["granite", "granitemoe", "granitemoehybrid", "granitemoeshared"];
+
 /// Fields that change a model's computation, their neutral values, and the families that read them. Other
 /// families refuse other values.
 const EFFECTS: [(&str, Harmless, &[&str]); 20] = [
-    ("embedding_multiplier", Harmless::One, &["granite"]),
-    ("residual_multiplier", Harmless::One, &["granite"]),
-    ("attention_multiplier", Harmless::None, &["granite"]),
-    ("logits_scaling", Harmless::One, &["granite"]),
+    ("embedding_multiplier", Harmless::One, &GRANITES),
+    ("residual_multiplier", Harmless::One, &GRANITES),
+    ("attention_multiplier", Harmless::None, &GRANITES),
+    ("logits_scaling", Harmless::One, &GRANITES),
     ("logit_scale", Harmless::One, &[]),
-    ("query_pre_attn_scalar", Harmless::None, &["gemma3_text"]),
-    ("attn_logit_softcapping", Harmless::None, &[]),
-    ("final_logit_softcapping", Harmless::None, &[]),
+    ("query_pre_attn_scalar", Harmless::None, &["gemma2", "gemma3_text"]),
+    (SCORE_CAP, Harmless::None, &["gemma2", "gemma3_text"]),
+    (LOGIT_CAP, Harmless::None, &["gemma2", "gemma3_text"]),
     ("attn_temperature_tuning", Harmless::False, &[]),
     ("attention_chunk_size", Harmless::None, &[]),
     ("no_rope_layers", Harmless::None, &["smollm3"]),
@@ -174,9 +211,9 @@ const EFFECTS: [(&str, Harmless, &[&str]); 20] = [
     ("parallel_attn", Harmless::False, &[]),
     ("use_bidirectional_attention", Harmless::False, &[]),
     ("qk_layernorm", Harmless::False, &[]),
-    ("use_qk_norm", Harmless::False, &["glm4_moe"]),
+    ("use_qk_norm", Harmless::False, &["glm4_moe", "minimax_m2"]),
     ("sandwich_norm", Harmless::False, &[]),
-    ("rotary_dim", Harmless::None, &[]),
+    ("rotary_dim", Harmless::None, &["minimax_m2"]),
 ];
 
 /// A neutral value of a field, besides absence.

@@ -19,9 +19,17 @@ fn key(sig: OpSig) -> OpSig {
         OpSig::RmsNorm { rows, cols, x, out, .. } => {
             OpSig::RmsNorm { rows, cols, eps: Scalar(0.0), x, weight: DType::F32, out }
         }
-        OpSig::AttnDecode { sequences, heads, x, kv, .. } => {
+        OpSig::AttnDecode { sequences, heads, cap, x, kv, .. } => {
             let (kv_tokens, pages_max) = (0, 0);
-            OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv: unscaled(kv) }
+            OpSig::AttnDecode {
+                sequences,
+                kv_tokens,
+                heads,
+                pages_max,
+                x,
+                kv: unscaled(kv),
+                cap: cap.map(|_| Scalar(1.0)),
+            }
         }
         // latents' scale is the model's
         OpSig::AttnPrefill {
@@ -34,10 +42,23 @@ fn key(sig: OpSig) -> OpSig {
             window,
             sinks,
             x,
+            cap,
             kv,
         } => {
             let kv = unscaled(kv);
-            OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window, sinks, x, kv }
+            OpSig::AttnPrefill {
+                tokens,
+                sequences,
+                pairs,
+                kv_tokens,
+                heads,
+                pages_max,
+                window,
+                sinks,
+                x,
+                kv,
+                cap: cap.map(|_| Scalar(1.0)),
+            }
         }
         OpSig::KvWrite { tokens, x, kv } => OpSig::KvWrite { tokens, x, kv: unscaled(kv) },
         OpSig::KvGather { tokens, kv, wire } => OpSig::KvGather { tokens, kv: unscaled(kv), wire },

@@ -65,7 +65,7 @@ mod tests {
 
     fn decode(sequences: u32, kv_tokens: u64) -> OpSig {
         let (heads, pages_max, x) = (1, 4, DType::Bf16);
-        OpSig::AttnDecode { sequences, heads, kv_tokens, pages_max, x, kv: KV }
+        OpSig::AttnDecode { sequences, heads, kv_tokens, pages_max, x, kv: KV, cap: None }
     }
 
     fn logits(m: u32) -> OpSig {

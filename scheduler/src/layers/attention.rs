@@ -131,7 +131,10 @@ impl LayerOps<'_> {
             sums.into(),
             stats.into(),
         ];
-        ops.push(OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv }, &args);
+        ops.push(
+            OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x, kv, cap: self.score_cap() },
+            &args,
+        );
         let head_dim = kv.value_dim();
         let mut merge = |first: u32, rows: u32, sinks: u32| {
             if rows == 0 {
@@ -188,6 +191,18 @@ impl LayerOps<'_> {
         let KvSizes { prefill_pairs: pairs, prefill_tokens: kv_tokens, .. } = sizes.kv[which];
         let (tokens, sequences) = (sizes.tokens - sizes.decodes, sizes.prefills);
         let ModelShape { heads, sinks, activation: x, .. } = *self.shape;
-        OpSig::AttnPrefill { tokens, sequences, pairs, kv_tokens, heads, pages_max, window, sinks, x, kv }
+        OpSig::AttnPrefill {
+            tokens,
+            sequences,
+            pairs,
+            kv_tokens,
+            heads,
+            pages_max,
+            window,
+            sinks,
+            x,
+            kv,
+            cap: self.score_cap(),
+        }
     }
 }

@@ -35,6 +35,10 @@ pub struct LayerConstants {
     pub stream_eps: Scalar,
     /// Factor of embeddings, if they have one.
     pub embedding_scale: Scalar,
+    /// Soft cap of scores, if they have one.
+    pub score_cap: Scalar,
+    /// Soft cap of logits, if they have one.
+    pub logit_cap: Scalar,
     /// Alpha and limit of clamped experts.
     pub clamp: [Scalar; 2],
     /// Factor of the scores of latent attention.
@@ -52,6 +56,8 @@ impl Default for LayerConstants {
             eps,
             stream_eps: eps,
             embedding_scale: one,
+            score_cap: one,
+            logit_cap: one,
             clamp,
             score_scale: one,
             first_expert: 0,
@@ -140,6 +146,11 @@ impl<'a> LayerOps<'a> {
         let ModelShape { vocab: n, hidden: k, activation: x, weight, .. } = *self.shape;
         let sig = OpSig::Gemm { m: rows, n, k, x, weight, out: DType::F32, bias: false, accumulate: false };
         ops.push(sig, &[Activation::Normed.into(), Weight::LmHead.into(), Activation::Logits.into()]);
+        if self.shape.style.capped_logits {
+            let elements = u64::from(rows) * u64::from(n);
+            let sig = OpSig::SoftCap { elements, cap: self.constants.logit_cap };
+            ops.push(sig, &[Activation::Logits.into()]);
+        }
     }
 
     /// Pushes the draw of a token from each of `rows` rows of `vocab` logits; nothing if `rows` is 0.
@@ -158,6 +169,11 @@ impl<'a> LayerOps<'a> {
             if tops > 0 { StepTable::Tops.into() } else { OpArg::Absent },
         ];
         ops.push(OpSig::Sample { rows, cols: vocab, history, tops }, &args);
+    }
+
+    /// Returns the soft cap of scores, if they have one.
+    fn score_cap(&self) -> Option<Scalar> {
+        self.shape.style.capped_scores.then_some(self.constants.score_cap)
     }
 
     /// Returns the KV shape of its layers.
@@ -280,6 +296,8 @@ mod tests {
                     whole_qk_norm: true,
                     scaled_embedding: true,
                     gelu: true,
+                    capped_scores: true,
+                    capped_logits: true,
                     ropes: vec![LayerRope::Second],
                 },
                 ..sinks.clone()

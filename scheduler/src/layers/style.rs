@@ -41,6 +41,10 @@ pub struct LayerStyle {
     pub scaled_embedding: bool,
     /// Whether the MLP's function is GELU instead of SiLU (Gemma).
     pub gelu: bool,
+    /// Whether scores have a soft cap (Gemma 2).
+    pub capped_scores: bool,
+    /// Whether logits have a soft cap (Gemma 2).
+    pub capped_logits: bool,
     /// The rope of each layer; an empty list means the main rope in all.
     pub ropes: Vec<LayerRope>,
 }

@@ -293,6 +293,42 @@ impl SimdTask for ClampedSwiglu {
     }
 }
 
+/// `cap tanh(x / cap)` in place, of f32.
+pub(crate) struct SoftCap {
+    pub(crate) x: OperandSpan,
+    pub(crate) range: Range<usize>,
+    pub(crate) cap: f32,
+}
+
+impl SimdTask for SoftCap {
+    type Out = ();
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let SoftCap { x, range, cap } = self;
+        let mut i = range.start;
+        while i < range.end {
+            let n = (range.end - i).min(S::LANES);
+            // SAFETY: the operand holds `range.end` elements at least.
+            unsafe {
+                let v = load_n::<S>(DType::F32, x.at(DType::F32, i), n);
+                store_n::<S>(DType::F32, x.at(DType::F32, i), soft_cap::<S>(v, cap), n);
+            }
+            i += S::LANES;
+        }
+    }
+}
+
+/// `cap tanh(x / cap)`, with `tanh(z) = 1 - 2 / (1 + exp(2 z))`.
+#[inline(always)]
+pub(crate) unsafe fn soft_cap<S: Simd>(x: S::V, cap: f32) -> S::V {
+    // SAFETY: the level is present by the caller's promise.
+    unsafe {
+        let e = exp::<S>(S::mul(x, S::splat(2.0 / cap)));
+        let rest = S::div(S::splat(2.0), S::add(S::splat(1.0), e));
+        S::mul(S::splat(cap), S::sub(S::splat(1.0), rest))
+    }
+}
+
 /// Loads `n <= LANES` elements.
 ///
 /// # Safety

@@ -33,6 +33,8 @@ pub(crate) struct PagedKv {
     pub(crate) latent: bool,
     /// What scores are multiplied by.
     pub(crate) scale: f32,
+    /// Soft cap of scores.
+    pub(crate) cap: Option<f32>,
 }
 
 impl PagedKv {

@@ -19,7 +19,7 @@ use crate::isa::Isa;
 use attention::decode::Decode;
 use attention::merge::AttnMergeRows;
 use attention::prefill::PrefillKernel;
-use elementwise::{Binary, BinaryKernel, ClampedSwiglu, RmsNorm, RopeKernel};
+use elementwise::{Binary, BinaryKernel, ClampedSwiglu, RmsNorm, RopeKernel, SoftCap};
 use experts::{Combine, ExpertChoice};
 use gemm::packed::{PackX, PanelOut};
 use gemm::quantised::QuantisedFewRows;
@@ -182,6 +182,11 @@ pub(crate) unsafe fn run(
             let (gate_up, out, alpha, limit) = (args[0], args[1], alpha.0, limit.0);
             // SAFETY: the caller's promise.
             unsafe { isa.run(ClampedSwiglu { gate_up, out, range, alpha, limit, dtype }) };
+        }
+        OpSig::SoftCap { elements, cap } => {
+            let range = worker.share_in(to_usize(elements), 1024);
+            // SAFETY: the caller's promise.
+            unsafe { isa.run(SoftCap { x: args[0], range, cap: cap.0 }) };
         }
         OpSig::Route { .. } => {
             let route = route(sig, args);
@@ -378,13 +383,25 @@ fn pools(args: &[OperandSpan], shape: KvShape) -> (PagedKv, &[OperandSpan]) {
     let (k, v) = (pools[0], pools[pools.len() - 1]);
     let (value_dim, scale) = (shape.value_dim() as usize, to_f32(shape.scale()));
     (
-        PagedKv { k, v, dtype, page_tokens, kv_heads, head_dim, value_dim, latent: latent.is_some(), scale },
+        PagedKv {
+            k,
+            v,
+            dtype,
+            page_tokens,
+            kv_heads,
+            head_dim,
+            value_dim,
+            latent: latent.is_some(),
+            scale,
+            cap: None,
+        },
         rest,
     )
 }
 
 fn prefill(sig: &OpSig, args: &[OperandSpan]) -> PrefillKernel {
-    let OpSig::AttnPrefill { tokens, sequences, heads, pages_max, window, sinks, x, kv, .. } = *sig else {
+    let OpSig::AttnPrefill { tokens, sequences, heads, pages_max, window, sinks, cap, x, kv, .. } = *sig
+    else {
         unreachable!("only called for AttnPrefill");
     };
     let (pools, rest) = pools(&args[4..], kv);
@@ -393,7 +410,7 @@ fn prefill(sig: &OpSig, args: &[OperandSpan]) -> PrefillKernel {
         query_start: args[1],
         context: args[2],
         pages: args[3],
-        pools,
+        pools: PagedKv { cap: cap.map(|cap| cap.0), ..pools },
         sinks: sinks.then(|| rest[0]),
         out: rest[usize::from(sinks)],
         tokens: tokens as usize,
@@ -406,7 +423,7 @@ fn prefill(sig: &OpSig, args: &[OperandSpan]) -> PrefillKernel {
 }
 
 fn decode(sig: &OpSig, args: &[OperandSpan]) -> Decode {
-    let OpSig::AttnDecode { sequences, heads, pages_max, x, kv, .. } = *sig else {
+    let OpSig::AttnDecode { sequences, heads, pages_max, cap, x, kv, .. } = *sig else {
         unreachable!("only called for AttnDecode");
     };
     let (pools, rest) = pools(&args[3..], kv);
@@ -414,7 +431,7 @@ fn decode(sig: &OpSig, args: &[OperandSpan]) -> Decode {
         q: args[0],
         range: args[1],
         pages: args[2],
-        pools,
+        pools: PagedKv { cap: cap.map(|cap| cap.0), ..pools },
         acc: rest[0],
         stat: rest[1],
         sequences: sequences as usize,

@@ -123,6 +123,7 @@ pub fn prefill(rig: &Rig, case: &Case, sequences: &[(u32, u32)], window: Option<
         sinks: false,
         x,
         kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
+        cap: None,
     };
     let q = rig.random(x, tokens * heads * head_dim);
     let [k_pool, v_pool] = filled.pools.clone();
@@ -221,6 +222,7 @@ fn run_decode(rig: &Rig, case: &Case, filled: &Filled, q: &[u8], ranges: &[(u32,
         pages_max: filled.pages_max,
         x,
         kv: KvShape { kv_heads, head_dim, page_tokens, dtype: kv, latent: None },
+        cap: None,
     };
     let flat: Vec<u32> = ranges.iter().flat_map(|r| [r.0, r.1]).collect();
     let rows = (sequences * heads) as usize;
@@ -279,6 +281,7 @@ pub fn bad_decode(rig: &Rig, range: [u32; 2], page: u32) -> Cmd {
         pages_max: 1,
         x: DType::F32,
         kv: KvShape { kv_heads: 1, head_dim: 16, page_tokens: 16, dtype: DType::F32, latent: None },
+        cap: None,
     };
     let zeros = |o: &mixfleet_hal::Operand| match o.extent {
         mixfleet_hal::op::Extent::Exactly(n) | mixfleet_hal::op::Extent::PagesOf(n) => {

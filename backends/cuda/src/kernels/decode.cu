@@ -73,6 +73,7 @@ KERNEL(32 * WARPS) attn_decode(DECODE_OPERANDS, DECODE_EXTRA) {
         }
 #endif
         for (uint h = 0; h < HEADS; ++h) {
+            score[h] = CAPPED(score[h]);
             float top = line != NOWHERE ? score[h] : -INFINITY;
             for (uint mask = 16; mask > 0; mask /= 2) top = FMAX(top, shuffle_xor(top, mask));
             const float new_max = FMAX(max[h], top);

@@ -4,7 +4,7 @@ use super::latent::LatentBlock;
 use super::{DeviceRange, KernelArg, PlanStep, PlanTarget, PlannedOp, VEC_BYTES, apart, arguments, launch};
 use crate::kernels::{KernelProgram, KernelSource, Macro};
 use mixfleet_hal::cast::to_u32;
-use mixfleet_hal::{DType, KvShape, LatentKv, OpSig, Result, Support};
+use mixfleet_hal::{DType, KvShape, LatentKv, OpSig, Result, Scalar, Support};
 
 /// Threads per block: both decode kernels and `attn_prefill_mma` have 4 warps.
 const THREADS: u32 = 128;
@@ -95,9 +95,10 @@ pub(super) fn slow_prefill(
     operands: &[DeviceRange],
     target: &PlanTarget,
 ) -> Option<&'static str> {
-    let OpSig::AttnPrefill { heads, x, kv: shape, .. } = *sig else { return None };
+    let OpSig::AttnPrefill { heads, cap, x, kv: shape, .. } = *sig else { return None };
     let KvShape { head_dim, dtype: kv, latent, .. } = shape;
     match () {
+        () if cap.is_some() => Some("tensor cores take no soft cap of scores"),
         () if latent.is_some() => match LatentBlock::of(heads, x, &shape, operands, target) {
             Some(_) => None,
             None => Some(
@@ -133,6 +134,11 @@ fn latent_launch(
     Ok(step)
 }
 
+/// What tells a kernel that scores have a soft cap, if they do.
+fn cap_macro(cap: Option<&Scalar>) -> Option<(&'static str, &dyn Macro)> {
+    cap.map(|cap| ("SOFT_CAP", cap as &dyn Macro))
+}
+
 /// What tells a kernel that keys contain their values, if they do.
 fn latent_macros<'a>(kv: &'a KvShape, value_dim: &'a u32) -> Vec<(&'static str, &'a dyn Macro)> {
     let latent = kv.latent.as_ref();
@@ -148,7 +154,8 @@ pub(super) fn prefill(
     mut args: Vec<KernelArg>,
     target: &PlanTarget,
 ) -> Result<PlanStep> {
-    let OpSig::AttnPrefill { tokens, sequences, heads, pages_max, window, sinks, x, kv: shape, .. } = *sig
+    let OpSig::AttnPrefill { tokens, sequences, heads, pages_max, window, sinks, cap, x, kv: shape, .. } =
+        *sig
     else {
         unreachable!("called for attn_prefill")
     };
@@ -159,7 +166,8 @@ pub(super) fn prefill(
     args.extend([sequences, heads, kv_heads, page_tokens, pages_max].map(KernelArg::U32));
     args.extend([tokens, window.unwrap_or(u32::MAX), sinks.into()].map(KernelArg::U32));
     let macros: [(&'static str, &dyn Macro); 3] = [("X", &x), ("KV", &kv), ("HEAD_DIM", &head_dim)];
-    if let Some(block) = LatentBlock::of(heads, x, &shape, operands, target) {
+    let of_latents = LatentBlock::of(heads, x, &shape, operands, target);
+    if let Some(block) = of_latents.filter(|_| cap.is_none()) {
         let grid = [heads.div_ceil(block.heads()).into(), tokens.into(), 1];
         return latent_launch("attn_prefill_latent", block, &shape, &macros, grid, args);
     }
@@ -200,6 +208,7 @@ pub(super) fn prefill(
     let value_dim = shape.value_dim();
     let mut macros = [&macros[..], &[("GROUP", &PORTABLE_THREADS)]].concat();
     macros.extend(latent_macros(&shape, &value_dim));
+    macros.extend(cap_macro(cap.as_ref()));
     let program = KernelProgram::new(KernelSource::Attention, &macros);
     launch(program, "attn_prefill", [heads.into(), tokens.into(), 1], PORTABLE_THREADS, args)
 }
@@ -274,7 +283,7 @@ pub(super) fn decode(
     merged: Option<(DType, DeviceRange)>,
     target: &PlanTarget,
 ) -> Result<Vec<PlanStep>> {
-    let OpSig::AttnDecode { sequences, heads, pages_max, x, kv: shape, .. } = *sig else {
+    let OpSig::AttnDecode { sequences, heads, pages_max, cap, x, kv: shape, .. } = *sig else {
         unreachable!("called for attn_decode")
     };
     let KvShape { kv_heads, head_dim, page_tokens, dtype: kv, .. } = shape;
@@ -282,8 +291,8 @@ pub(super) fn decode(
     let ratio = heads / kv_heads.max(1);
     let exact = on_tensor_cores(x, kv, target);
     let split = on_tensor_cores(kv, kv, target) && x == DType::F32 && kv == DType::Bf16;
-    let tensor_cores = (exact || split) && decode_heads(&shape) && aligned(operands);
-    let of_latents = LatentBlock::of(heads, x, &shape, operands, target);
+    let tensor_cores = (exact || split) && decode_heads(&shape) && aligned(operands) && cap.is_none();
+    let of_latents = LatentBlock::of(heads, x, &shape, operands, target).filter(|_| cap.is_none());
     // equal shares of the heads that share a KV head
     let heads_max = match of_latents {
         Some(block) => block.heads(),
@@ -323,6 +332,7 @@ pub(super) fn decode(
         let value_elements = if aligned(operands) { lane_elements(head_dim, value_dim) } else { 1 };
         let mut macros = [&macros[..], &[("KW", &key_elements), ("VD", &value_elements)]].concat();
         macros.extend(latent_macros(&shape, &value_dim));
+        macros.extend(cap_macro(cap.as_ref()));
         launch(KernelProgram::new(KernelSource::Decode, &macros), "attn_decode", grid, THREADS, args)?
     };
     let mut steps = vec![first];
@@ -356,6 +366,7 @@ mod tests {
             pages_max: context.div_ceil(16),
             x: DType::Bf16,
             kv: KvShape { kv_heads: 8, head_dim: 128, page_tokens: 16, dtype: DType::Bf16, latent: None },
+            cap: None,
         }
     }
 
@@ -372,6 +383,7 @@ mod tests {
             sinks: false,
             x,
             kv,
+            cap: None,
         }
     }
 

@@ -319,6 +319,11 @@ fn simple(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
             args.extend([KernelArg::F32(alpha.0), KernelArg::F32(limit.0), KernelArg::U64(elements / vec)]);
             launch_each(elements_program(x, x, vec), "clamped_swiglu", elements / vec, args)
         }
+        OpSig::SoftCap { elements, cap } => {
+            let vec = vector(elements, operands);
+            args.extend([KernelArg::F32(cap.0), KernelArg::U64(elements / vec)]);
+            launch_each(elements_program(DType::F32, DType::F32, vec), "soft_cap", elements / vec, args)
+        }
         OpSig::Combine { tokens, active, cols, x, accumulate } => {
             let vec = vector(cols.into(), &[operands[0], operands[2]]);
             let count = u64::from(tokens) * u64::from(cols) / vec;

@@ -62,7 +62,15 @@ fn layer(tokens: u32, decodes: u32) -> Vec<OpSig> {
     sigs.push(OpSig::KvWrite { tokens, x, kv: KV });
     if decodes > 0 {
         let kv_tokens = u64::from(decodes) * 100;
-        sigs.push(OpSig::AttnDecode { sequences: decodes, kv_tokens, heads, pages_max: 8, x, kv: KV });
+        sigs.push(OpSig::AttnDecode {
+            sequences: decodes,
+            kv_tokens,
+            heads,
+            pages_max: 8,
+            x,
+            kv: KV,
+            cap: None,
+        });
         sigs.push(OpSig::AttnMerge {
             parts: 1,
             rows: decodes * heads,
@@ -83,6 +91,7 @@ fn layer(tokens: u32, decodes: u32) -> Vec<OpSig> {
             sinks: false,
             x,
             kv: KV,
+            cap: None,
         });
     }
     sigs.extend([gemm(tokens, HIDDEN, DType::F32, true), norm]);

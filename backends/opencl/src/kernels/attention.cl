@@ -22,7 +22,7 @@ void attend(const floatw* q, const Keys* keys, uint first, uint end, float* max,
 #pragma unroll
             for (uint d = 0; d < VECTORS; ++d)
                 dot = MAD(q[d], LOADW(KV, keys->k_pool, at + j * HEAD_DIM + d * W), dot);
-            scores[j] = SUMW(dot) * scale_at(keys, keys->k_pool, at + j * HEAD_DIM, t - count + j);
+            scores[j] = CAPPED(SUMW(dot) * scale_at(keys, keys->k_pool, at + j * HEAD_DIM, t - count + j));
         }
         const float16 s = vload16(0, scores);
         const float new_max = fmax(*max, max16(s));

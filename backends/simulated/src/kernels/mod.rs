@@ -8,7 +8,7 @@ mod logits;
 mod rows;
 
 use crate::memory::{BufferContents, WriteEffect};
-use mixfleet_hal::{Cmd, OpSig, Result};
+use mixfleet_hal::{Cmd, DType, OpSig, Result};
 
 /// Identifies the operation in a mix, so that no two operations mix alike.
 #[derive(Clone, Copy)]
@@ -28,6 +28,7 @@ enum Tag {
     Combine,
     CopyColumns,
     GeluMul,
+    SoftCap,
 }
 
 /// Runs one command.
@@ -46,6 +47,10 @@ pub(crate) fn run(store: &mut BufferContents, cmd: &Cmd) -> Result<()> {
         OpSig::SiluMul { x, .. } => rows::elementwise(store, Tag::SiluMul, args, x),
         OpSig::GeluMul { x, .. } => rows::elementwise(store, Tag::GeluMul, args, x),
         OpSig::Add { x, .. } => rows::elementwise(store, Tag::Add, args, x),
+        OpSig::SoftCap { .. } => {
+            let x = &args[0];
+            rows::elementwise(store, Tag::SoftCap, &[x.clone(), x.clone(), x.clone()], DType::F32)
+        }
         OpSig::ClampedSwiglu { .. } => experts::swiglu(store, cmd),
         OpSig::Route { .. } => experts::route(store, cmd),
         OpSig::GroupedGemm { .. } => experts::grouped_gemm(store, cmd),

@@ -23,6 +23,7 @@ struct Shape {
     scale: f32,
     part_keys: u32,
     slices: u32, // SLICES; as a constant it tempts compilers to unroll a loop with barriers
+    cap: f32, // with CAPPED: the soft cap of scores
 }
 
 const VECS = (HEAD_DIM + 3u) / 4u;
@@ -196,6 +197,12 @@ fn seen_by_rows(work: Work) -> array<vec2<u32>, ROWS> {
     return all;
 }
 
+// `tanh(z) = 1 - 2 / (1 + exp(2 z))`, whose exponential must not overflow.
+fn capped(score: f32) -> f32 {
+    if !CAPPED { return score; }
+    return p.s.cap * (1.0 - 2.0 / (1.0 + exp(clamp(score * (2.0 / p.s.cap), -80.0, 80.0))));
+}
+
 // A key per thread.
 fn score_keys(thread: Thread, work: Work, base: u32) {
     var tokens = seen_by_rows(work);
@@ -215,7 +222,7 @@ fn score_keys(thread: Thread, work: Work, base: u32) {
         }
         for (var r = 0u; r < ROWS; r++) {
             let visible = base + j >= tokens[r].x && base + j < tokens[r].y;
-            scores[r * KEYS + j] = select(LOWEST, sum[r], visible);
+            scores[r * KEYS + j] = select(LOWEST, capped(sum[r]), visible && at != ABSENT);
         }
     }
 }
@@ -247,7 +254,7 @@ fn score_tiles(thread: Thread, work: Work, base: u32) {
             var score = LOWEST;
             if work.row0 + row < work.rows && key_at[key] != ABSENT {
                 let tokens = seen(work, work.row0 + row);
-                if base + key >= tokens.x && base + key < tokens.y { score = sum[c]; }
+                if base + key >= tokens.x && base + key < tokens.y { score = capped(sum[c]); }
             }
             scores[row * KEYS + key] = score;
         }

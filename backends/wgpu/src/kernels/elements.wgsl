@@ -1,4 +1,4 @@
-// add, silu_mul, gelu_mul, clamped_swiglu, combine, narrow, fill, embed, copy_columns: a thread per word of the output;
+// add, silu_mul, gelu_mul, clamped_swiglu, soft_cap, combine, narrow, fill, embed, copy_columns: a thread per word of the output;
 // rope: per UNIT pairs of OWN heads.
 
 struct Shape { count: u32, width: u32, heads: u32, first: u32, end: u32, word: u32 }
@@ -53,6 +53,15 @@ fn clamped_swiglu(thread: Thread) {
     if i >= p.s.count { return; }
     let more = i + 1u < p.s.count && PER_WORD == 2u;
     put_word(i, swiglu(i), true, swiglu(select(i, i + 1u, more)), more);
+}
+
+// In place: `word` is the bits of the cap. `tanh(z) = 1 - 2 / (1 + exp(2 z))`, whose exponential must not overflow.
+@compute @workgroup_size(GROUP)
+fn soft_cap(thread: Thread) {
+    let i = thread_of(thread);
+    if i >= p.s.count { return; }
+    let cap = bitcast<f32>(p.s.word);
+    put(i, cap * (1.0 - 2.0 / (1.0 + exp(clamp(old(i) * (2.0 / cap), -80.0, 80.0)))));
 }
 
 // x [tokens, heads (choices of a token), width], weights [tokens, heads], out f32; `word`: adds to the old one.

@@ -4,7 +4,7 @@ use super::kv::{KvPageRange, both};
 use super::{MergeShape, Merged, Planner, TensorView};
 use crate::kernels::{Kernel, ShaderFile};
 use mixfleet_hal::cast::{to_f32, to_u32};
-use mixfleet_hal::{DType, KvShape, OpSig, Result};
+use mixfleet_hal::{DType, KvShape, OpSig, Result, Scalar};
 
 /// Threads per workgroup.
 const GROUP: u32 = 128;
@@ -37,6 +37,8 @@ struct WgpuHeads {
     window: u32,
     /// What scores are multiplied by.
     scale: f32,
+    /// Soft cap of scores.
+    cap: Option<Scalar>,
     /// Elements of a page.
     page: u64,
 }
@@ -55,7 +57,7 @@ struct Queries<'a> {
 }
 
 impl WgpuHeads {
-    fn new(heads: u32, kv: KvShape, pages_max: u32, window: u32) -> Self {
+    fn new(heads: u32, kv: KvShape, pages_max: u32, window: u32, cap: Option<Scalar>) -> Self {
         let KvShape { kv_heads, head_dim, page_tokens, .. } = kv;
         WgpuHeads {
             heads,
@@ -66,6 +68,7 @@ impl WgpuHeads {
             pages_max,
             window,
             scale: to_f32(kv.scale()),
+            cap,
             page: u64::from(page_tokens) * kv.row(),
         }
     }
@@ -102,6 +105,7 @@ impl WgpuHeads {
             .flag("PREFILL", prefill)
             .flag("TILED", prefill && self.tile().is_some())
             .flag("WIDE", wide)
+            .flag("CAPPED", self.cap.is_some())
             .number("HEAD_DIM", self.head_dim)
             .number("VALUE_DIM", self.value_dim)
             .number("ROWS", rows)
@@ -113,7 +117,7 @@ impl WgpuHeads {
     }
 
     /// Returns `Shape` of attention.wgsl.
-    fn shape(&self, queries: &Queries<'_>, part: &KvPageRange, number: u32) -> [u32; 16] {
+    fn shape(&self, queries: &Queries<'_>, part: &KvPageRange, number: u32) -> [u32; 17] {
         [
             queries.sequences,
             self.heads,
@@ -131,6 +135,7 @@ impl WgpuHeads {
             self.scale.to_bits(),
             queries.part_keys,
             GROUP / self.lanes(),
+            self.cap.map_or(0, |cap| cap.0.to_bits()),
         ]
     }
 }
@@ -139,11 +144,11 @@ impl Planner {
     pub(super) fn attention(&mut self, sig: &OpSig, operands: &[TensorView]) -> Result<()> {
         match (*sig, operands) {
             (
-                OpSig::AttnPrefill { heads, pages_max, window, kv, .. },
+                OpSig::AttnPrefill { heads, pages_max, window, cap, kv, .. },
                 [q, query_start, context, pages, rest @ .., out],
             ) => {
                 let (pools, sinks) = rest.split_at_checked(kv.pools() as usize).unwrap_or((rest, &[]));
-                let heads = WgpuHeads::new(heads, kv, pages_max, window.unwrap_or(u32::MAX));
+                let heads = WgpuHeads::new(heads, kv, pages_max, window.unwrap_or(u32::MAX), cap);
                 self.prefill(
                     sig,
                     &heads,
@@ -153,8 +158,11 @@ impl Planner {
                     out,
                 )
             }
-            (OpSig::AttnDecode { heads, pages_max, kv, .. }, [q, range, pages, pools @ .., acc, stat]) => {
-                let heads = WgpuHeads::new(heads, kv, pages_max, u32::MAX);
+            (
+                OpSig::AttnDecode { heads, pages_max, cap, kv, .. },
+                [q, range, pages, pools @ .., acc, stat],
+            ) => {
+                let heads = WgpuHeads::new(heads, kv, pages_max, u32::MAX, cap);
                 self.decode(sig, &heads, [q, range, pages], both(sig, pools)?, [acc, stat])
             }
             _ => Ok(()),

@@ -39,6 +39,13 @@ pub(super) const OPERATIONS: &[Metric] = &[
         typical: "As silu_mul.",
     },
     Metric {
+        name: "soft_cap",
+        meaning: "Time to bound e logits smoothly, as Gemma 2 does.",
+        method: "As silu_mul.",
+        decides: "A small part of every step.",
+        typical: "As silu_mul.",
+    },
+    Metric {
         name: "gelu_mul",
         meaning: "Time of gelu(gate) * up over e elements: the activation of Gemma's MLP.",
         method: "As silu_mul.",

@@ -19,32 +19,64 @@ struct GgufArchitecture {
     reads: &'static [&'static str],
     /// Whether rope may rotate only a part of a head.
     partial_rope: bool,
+    /// Other families whose files have this architecture.
+    also: &'static [&'static str],
 }
 
-const ARCHITECTURES: [GgufArchitecture; 12] = [
-    GgufArchitecture { with_experts: Some("mixtral"), ..of("llama", "llama") },
+/// The architectures of the files of a family.
+pub(in super::super) fn architectures_of(model_type: &str) -> Vec<&'static str> {
+    let is_of = |architecture: &&GgufArchitecture| {
+        let GgufArchitecture { model_type: own, with_experts, also, .. } = **architecture;
+        own == model_type || with_experts == Some(model_type) || also.contains(&model_type)
+    };
+    ARCHITECTURES.iter().filter(is_of).map(|architecture| architecture.name).collect()
+}
+
+const ARCHITECTURES: [GgufArchitecture; 20] = [
+    GgufArchitecture { with_experts: Some("mixtral"), also: &["mistral"], ..of("llama", "llama") },
     of("qwen2", "qwen2"),
     of("qwen3", "qwen3"),
     GgufArchitecture { with_experts: Some("qwen2_moe"), ..of("qwen2moe", "qwen2_moe") },
     GgufArchitecture { with_experts: Some("qwen3_moe"), ..of("qwen3moe", "qwen3_moe") },
     GgufArchitecture { reads: &[WINDOW], partial_rope: true, ..of("phi3", "phi3") },
     of("smollm3", "smollm3"),
+    GgufArchitecture { reads: &GRANITE_SCALES, also: &["granitemoehybrid"], ..of("granite", "granite") },
     GgufArchitecture {
-        reads: &["attention.scale", "embedding_scale", "logit_scale", "residual_scale"],
-        ..of("granite", "granite")
+        with_experts: Some("granitemoeshared"),
+        reads: &GRANITE_SCALES,
+        also: &["granitemoe", "granitemoehybrid"],
+        ..of("granitemoe", "granite")
     },
+    GgufArchitecture {
+        with_experts: Some("minimax_m2"),
+        partial_rope: true,
+        ..of("minimax-m2", "minimax_m2")
+    },
+    of("ernie4_5", "ernie4_5"),
+    of("seed_oss", "seed_oss"),
+    GgufArchitecture { reads: &[TEMPERATURE, YARN_LOG], ..of("mistral3", "ministral3") },
     // with windows it is OLMo 3
-    GgufArchitecture { reads: &[WINDOW, PATTERN], ..of("olmo2", "olmo2") },
+    GgufArchitecture { reads: &[WINDOW, PATTERN], also: &["olmo3"], ..of("olmo2", "olmo2") },
     GgufArchitecture { with_experts: Some("olmoe"), ..of("olmoe", "olmoe") },
     GgufArchitecture { partial_rope: true, ..of("glm4", "glm4") },
     GgufArchitecture { reads: &[WINDOW, PATTERN], ..of("exaone4", "exaone4") },
+    of("gemma", "gemma"),
+    GgufArchitecture { reads: &[WINDOW, PATTERN, SCORE_CAP, LOGIT_CAP], ..of("gemma2", "gemma2") },
+    GgufArchitecture { reads: &[WINDOW, PATTERN, LOGIT_CAP], ..of("gemma3", "gemma3_text") },
 ];
 
 const fn of(name: &'static str, model_type: &'static str) -> GgufArchitecture {
-    GgufArchitecture { name, model_type, with_experts: None, reads: &[], partial_rope: false }
+    GgufArchitecture { name, model_type, with_experts: None, reads: &[], partial_rope: false, also: &[] }
 }
 
+/// Also the state of layers that a Granite 4 of attention alone does not have.
+const GRANITE_SCALES: [&str; 5] =
+    ["attention.scale", "embedding_scale", "logit_scale", "residual_scale", "ssm.state_size"];
+const TEMPERATURE: &str = "attention.temperature_scale";
+const YARN_LOG: &str = "rope.scaling.yarn_log_multiplier";
 const WINDOW: &str = "attention.sliding_window";
+const SCORE_CAP: &str = "attn_logit_softcapping";
+const LOGIT_CAP: &str = "final_logit_softcapping";
 const PATTERN: &str = "attention.sliding_window_pattern";
 
 /// Factors that divide the frequencies of rope (Llama 3).
@@ -60,48 +92,96 @@ pub(super) fn rope_factors(gguf: &GgufFile) -> Option<(&'static str, &GgufTensor
     OF_ROPE[..2].iter().find_map(|name| Some((*name, gguf.tensors.get(*name)?)))
 }
 
-/// Keys after the architecture's name that change the computation and are not read: refused where they have
-/// an effect.
-const UNSUPPORTED: [&str; 38] = [
+/// Keys of attention, rope and experts that are read or have no effect. All others are refused where they have
+/// one, so that a key of later files is not passed over.
+const READ: [&str; 27] = [
+    "attention.causal",
+    "attention.group_norm_epsilon",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon",
+    "attention.value_length",
+    "expert_count",
+    "expert_feed_forward_length",
+    "expert_gating_func",
+    "expert_group_used_count",
+    "expert_shared_count",
+    "expert_shared_feed_forward_length",
+    "expert_used_count",
+    "expert_weights_norm",
+    "expert_weights_scale",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scale_linear",
+    "rope.scaling.attn_factor",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.type",
+    "rope.scaling.yarn_ext_factor",
+];
+const READ_PREFIXES: [&str; 2] = ["rope.scaling.yarn_attn", "rope.scaling.yarn_beta_"];
+
+/// Other keys after the architecture's name that change the computation and are not read: refused where they
+/// have an effect.
+const UNSUPPORTED: [&str; 29] = [
     "activation.situ_beta",
+    "activation.situ_linear_beta",
     "adapters.count",
-    "attention.clamp_kqv",
-    "attention.group_norm_groups",
-    "attention.indexer.head_count",
-    "attention.kv_lora_rank",
-    "attention.max_alibi_bias",
-    "attention.output_scale",
-    "attention.q_lora_rank",
-    "attention.recurrent_layers",
-    "attention.rope_pattern",
-    "attention.scale",
-    "attention.shared_kv_layers",
-    "attention.sliding_window",
-    "attention.sliding_window_pattern",
-    "attention.temperature_length",
-    "attention.temperature_scale",
-    "attention.value_scale",
-    "attn_logit_softcapping",
+    SCORE_CAP,
     "attn_res.block_size",
+    "deepstack_mapping",
+    "dense_2_feat_out",
     "embedding_length_out",
     "embedding_length_per_layer_input",
     "embedding_scale",
-    "expert_group_count",
-    "final_logit_softcapping",
+    LOGIT_CAP,
     "full_attention_interval",
+    "hash_layer_count",
+    "hidden_activation",
+    "hrm.layers_per_stack",
     "hyper_connection.count",
     "interleave_moe_layer_step",
     "leading_dense_block_count",
     "logit_scale",
+    "moe_every_n_layers",
+    "moe_latent_size",
     "nextn_predict_layers",
+    "num_loops",
     "residual_scale",
-    "rope.dimension_sections",
-    "rope.scaling.alpha",
-    "rope.scaling.yarn_log_multiplier",
+    "router_logit_softcapping",
     "ssm.state_size",
+    "swiglu_clamp_exp",
     "swin_norm",
     "use_parallel_residual",
 ];
+
+/// Keys whose number has an effect even if it is one.
+const NEVER_NEUTRAL: [&str; 5] =
+    ["attention.scale", TEMPERATURE, SCORE_CAP, LOGIT_CAP, "router_logit_softcapping"];
+
+/// Refuses keys that change the computation and are not read.
+fn check_keys(keys: &ArchitectureKeys, architecture: &GgufArchitecture) -> Result<()> {
+    let prefix = keys.key("");
+    let names = keys.gguf.keys().filter_map(|key| key.strip_prefix(&prefix));
+    let is_unread = |name: &str| {
+        let is_of_group = ["attention.", "rope.", "expert"].iter().any(|group| name.starts_with(group));
+        let is_read = READ.contains(&name) || READ_PREFIXES.iter().any(|prefix| name.starts_with(prefix));
+        !architecture.reads.contains(&name) && (UNSUPPORTED.contains(&name) || is_of_group && !is_read)
+    };
+    let mut unread: Vec<&str> = names.filter(|name| is_unread(name)).collect();
+    unread.sort_unstable();
+    for name in unread {
+        let is_one = NEVER_NEUTRAL.contains(&name) && keys.float(name).is_ok_and(|value| value == Some(1.0));
+        if is_one || keys.gguf.has_effect(&keys.key(name)) {
+            return Err(keys.error(name, "not supported in a GGUF file of this architecture"));
+        }
+    }
+    Ok(())
+}
 
 /// Access to the keys of an architecture.
 struct ArchitectureKeys<'a> {
@@ -143,11 +223,7 @@ pub(in super::super) fn config(gguf: &GgufFile, bytes: Option<&[u8]>) -> Result<
         return Err(gguf.error("general.architecture", problem));
     };
     let keys = ArchitectureKeys { gguf, architecture: name };
-    for name in UNSUPPORTED.into_iter().filter(|name| !architecture.reads.contains(name)) {
-        if gguf.has_effect(&keys.key(name)) {
-            return Err(keys.error(name, "not supported in a GGUF file of this architecture"));
-        }
-    }
+    check_keys(&keys, architecture)?;
     if gguf.flag(&keys.key("attention.causal"))? == Some(false) {
         return Err(keys.error("attention.causal", "false is not supported: this is no decoder"));
     }
@@ -169,6 +245,13 @@ pub(in super::super) fn config(gguf: &GgufFile, bytes: Option<&[u8]>) -> Result<
         object.insert("bos_token_id".to_owned(), bos.into());
     }
     let mut config = ModelConfig::parse(&gguf.file, &object)?;
+    // its norms are stored whole, and matrices apart
+    (config.layout.offset_norms, config.layout.granite_mlp) = (false, false);
+    let is_bare = gguf.flag(&keys.key("rope.scaling.finetuned"))? == Some(false);
+    if is_bare && name == "granite" {
+        // a rotation by zero still carries the factor of scores
+        config.rope.inv_freq.fill(0.0);
+    }
     config.layout.fused_qkv = gguf.tensors.contains_key("blk.0.attn_qkv.weight");
     let has_bias = |modules: &[&str]| {
         modules.iter().any(|module| {
@@ -242,10 +325,7 @@ fn family_fields(
     let window = keys.number(WINDOW)?.filter(|window| *window > 0);
     let scale = |name: &str| -> Result<Option<f64>> { Ok(keys.float(name)?.filter(|scale| *scale != 0.0)) };
     let (model_type, fields) = match model_type {
-        "granite" => {
-            if keys.gguf.flag(&keys.key("rope.scaling.finetuned"))? == Some(false) {
-                return Err(keys.error("rope.scaling.finetuned", "false is not supported: no layer has rope"));
-            }
+        "granite" | "granitemoeshared" => {
             let head_dim = keys.required("embedding_length")? / keys.required("attention.head_count")?.max(1);
             let head_dim = keys.number("attention.key_length")?.unwrap_or(head_dim);
             let usual = 1.0 / (head_dim.max(1) as f64).sqrt();
@@ -259,7 +339,8 @@ fn family_fields(
         }
         "olmo2" if window.is_some() => {
             let theta = keys.float("rope.freq_base")?.unwrap_or(10_000.0);
-            let types = layer_types(keys)?;
+            check_one_rope(keys)?;
+            let types = layer_types(keys, 4)?;
             let fields =
                 json!({"sliding_window": window, "layer_types": types, "rope_local_base_freq": theta});
             ("olmo3", fields)
@@ -270,28 +351,67 @@ fn family_fields(
             match layers {
                 64 => {
                     let window = window.unwrap_or(4096);
-                    ("exaone4", json!({"sliding_window": window, "layer_types": layer_types(keys)?}))
+                    ("exaone4", json!({"sliding_window": window, "layer_types": layer_types(keys, 4)?}))
                 }
                 _ => ("exaone4", json!({"sliding_window": null})),
             }
+        }
+        "gemma2" => {
+            check_one_rope(keys)?;
+            let fields = json!({
+                "sliding_window": window.unwrap_or(4096),
+                "layer_types": layer_types(keys, 2)?,
+                "query_pre_attn_scalar": gemma_scale(keys, 46)?,
+                SCORE_CAP: keys.float(SCORE_CAP)?.unwrap_or(50.0),
+                LOGIT_CAP: keys.float(LOGIT_CAP)?.unwrap_or(30.0),
+            });
+            (model_type, fields)
+        }
+        "gemma3_text" => {
+            let types = window.map(|_| layer_types(keys, 6)).transpose()?;
+            let fields = json!({
+                "sliding_window": window,
+                "layer_types": types,
+                "query_pre_attn_scalar": gemma_scale(keys, 62)?,
+                "rope_local_base_freq": keys.float("rope.freq_base_swa")?.unwrap_or(10_000.0),
+                LOGIT_CAP: scale(LOGIT_CAP)?,
+            });
+            (model_type, fields)
         }
         _ => (model_type, json!({})),
     };
     Ok((model_type, fields.as_object().cloned().unwrap_or_default()))
 }
 
-/// Whether each layer has a window: from a list, or all but every nth layer.
-fn layer_types(keys: &ArchitectureKeys) -> Result<Vec<&'static str>> {
-    let of = |slides: bool| if slides { "sliding_attention" } else { "full_attention" };
+/// The square of the divisor of scores of Gemma 2 and 3, which files leave out. llama.cpp knows the 27B model,
+/// where it differs from the length of a head, by its number of layers.
+fn gemma_scale(keys: &ArchitectureKeys, layers_of_27b: u64) -> Result<u64> {
+    let per_head = keys.required("embedding_length")? / keys.required("attention.head_count")?.max(1);
+    match keys.required("block_count")? == layers_of_27b {
+        true => Ok(per_head),
+        false => Ok(keys.number("attention.key_length")?.unwrap_or(per_head)),
+    }
+}
+
+/// Refuses a rope of layers with a window that differs from the others'.
+fn check_one_rope(keys: &ArchitectureKeys) -> Result<()> {
     let own = keys.float("rope.freq_base_swa")?;
     if own.is_some_and(|own| keys.float("rope.freq_base").ok().flatten() != Some(own)) {
         return Err(keys.error("rope.freq_base_swa", "not supported unless it is rope.freq_base"));
     }
+    Ok(())
+}
+
+/// Whether each layer has a window: from a list, or all but every nth layer.
+fn layer_types(keys: &ArchitectureKeys, period: u64) -> Result<Vec<&'static str>> {
+    let of = |slides: bool| if slides { "sliding_attention" } else { "full_attention" };
     if let Ok(Some(of_layers)) = keys.gguf.numbers(&keys.key(PATTERN)) {
         return Ok(of_layers.iter().map(|slides| of(*slides != 0.0)).collect());
     }
-    let every = keys.number(PATTERN)?.unwrap_or(4);
-    Ok((1..=keys.required("block_count")?).map(|layer| of(every == 0 || layer % every != 0)).collect())
+    let every = keys.number(PATTERN)?.unwrap_or(period);
+    // too many are refused later
+    let layers = keys.required("block_count")?.min(u64::from(u16::MAX));
+    Ok((1..=layers).map(|layer| of(every == 0 || layer % every != 0)).collect())
 }
 
 /// The fields of experts, if there are any.
@@ -312,26 +432,37 @@ fn experts(keys: &ArchitectureKeys, architecture: &GgufArchitecture) -> Result<O
     if keys.float("expert_weights_scale")?.is_some_and(|scale| scale != 0.0 && scale != 1.0) {
         return Err(keys.error("expert_weights_scale", "not supported unless it is 1"));
     }
-    if keys.number("expert_gating_func")?.is_some_and(|function| function > 1) {
-        return Err(keys.error("expert_gating_func", "not supported unless it is 1, which is softmax"));
+    // 0 (absent) and 1 are softmax, 2 is a sigmoid
+    let (gating, is_sigmoid) = (keys.number("expert_gating_func")?.unwrap_or(0), model_type == "minimax_m2");
+    if gating != 2 && is_sigmoid || gating > 1 && !is_sigmoid {
+        let supported = if is_sigmoid { "2, which is a sigmoid" } else { "1, which is softmax" };
+        return Err(keys.error("expert_gating_func", format!("not supported unless it is {supported}")));
     }
     let active = keys.required("expert_used_count")?;
     let mut fields = json!({"num_experts": count, "num_local_experts": count, "num_experts_per_tok": active});
     let mut put = |name: &str, value: Value| fields[name] = value;
-    if model_type != "mixtral" {
-        let whole = keys.required("feed_forward_length")?;
-        let inner = keys.number("expert_feed_forward_length")?.unwrap_or(whole / active.max(1));
-        put("moe_intermediate_size", inner.into());
-        put("norm_topk_prob", (model_type == "qwen3_moe").into());
-        put("decoder_sparse_step", 1.into());
-        let shared = keys.number("expert_shared_feed_forward_length")?.unwrap_or(whole);
-        put("shared_expert_intermediate_size", shared.into());
-    } else if keys.gguf.has_effect(&keys.key("expert_shared_feed_forward_length")) {
-        let problem = "not supported in a GGUF file of this architecture";
-        return Err(keys.error("expert_shared_feed_forward_length", problem));
+    let whole = keys.required("feed_forward_length")?;
+    let own = keys.number("expert_feed_forward_length")?;
+    let shared = keys.number(SHARED)?;
+    match model_type {
+        "granitemoeshared" => put("shared_intermediate_size", shared.unwrap_or(0).into()),
+        "mixtral" | "minimax_m2" | "olmoe" => {
+            if keys.gguf.has_effect(&keys.key(SHARED)) {
+                return Err(keys.error(SHARED, "not supported in a GGUF file of this architecture"));
+            }
+            put("intermediate_size", own.filter(|_| is_sigmoid).unwrap_or(whole).into());
+        }
+        _ => {
+            put("moe_intermediate_size", own.unwrap_or(whole / active.max(1)).into());
+            put("norm_topk_prob", (model_type == "qwen3_moe").into());
+            put("decoder_sparse_step", 1.into());
+            put("shared_expert_intermediate_size", shared.unwrap_or(whole).into());
+        }
     }
     Ok(fields.as_object().cloned())
 }
+
+const SHARED: &str = "expert_shared_feed_forward_length";
 
 /// `rope_scaling` in the format of `config.json`.
 fn rope_scaling(keys: &ArchitectureKeys) -> Result<Option<Value>> {
@@ -361,6 +492,12 @@ fn rope_scaling(keys: &ArchitectureKeys) -> Result<Option<Value>> {
                 "original_max_position_embeddings": keys.number("rope.scaling.original_context_length")?});
             if attention != 1.0 {
                 yarn["attention_factor"] = json!(attention * (0.1 * factor.max(1.0).ln() + 1.0));
+            }
+            if let Some(log) = keys.float(YARN_LOG)?.filter(|log| *log != 0.0) {
+                (yarn["mscale"], yarn["mscale_all_dim"]) = (json!(1.0), json!(log));
+            }
+            if let Some(beta) = keys.float(TEMPERATURE)?.filter(|beta| *beta != 0.0) {
+                yarn["llama_4_scaling_beta"] = json!(beta);
             }
             for name in ["beta_fast", "beta_slow"] {
                 if let Some(beta) = whole(name)?.filter(|beta| *beta > 0.0) {

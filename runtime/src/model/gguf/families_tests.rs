@@ -21,8 +21,8 @@ fn multipliers_of_granite_are_read() {
     // the last norm carries the divisor of logits
     let norm = checkpoint.values("model.norm.weight").expect("a norm");
     assert_eq!((norm[0], norm[1]), (0.5 / 8.0, f64::from((0.5f32 + 1.0 / 1024.0) / 8.0)));
-    let error = file.flag("granite.rope.scaling.finetuned", false).open("granite-bare").unwrap_err();
-    assert!(error.to_string().contains("rope.scaling.finetuned"), "{error}");
+    let bare = file.flag("granite.rope.scaling.finetuned", false).open("granite-bare").unwrap().config;
+    assert!(bare.rope.inv_freq.iter().all(|frequency| *frequency == 0.0));
     let error = Small::llama(&[]).float("llama.residual_scale", 0.5).open("llama-scale").unwrap_err();
     assert!(error.to_string().contains("residual_scale"), "{error}");
 }
@@ -75,4 +75,50 @@ fn tokens_without_a_text_may_repeat_and_others_may_not() {
     assert_eq!(checkpoint.config.vocab, 16);
     let error = Small::llama(&["x", "x"]).open("tokens-equal").unwrap_err().to_string();
     assert!(error.contains("tokens 14 and 15 are both"), "{error}");
+}
+
+#[test]
+fn unread_keys_of_attention_rope_and_experts_are_refused() {
+    let refused = |name: &str, file: Small| {
+        let error = file.open("unread-key").unwrap_err().to_string();
+        assert!(error.contains(name) && error.contains("not supported"), "{name}: {error}");
+    };
+    // a number of one has an effect too
+    for (name, value) in [
+        ("attention.scale", 1.0),
+        ("attention.temperature_scale", 0.1),
+        ("attn_logit_softcapping", 1.0),
+        ("final_logit_softcapping", 30.0),
+        ("attention.of_a_later_file", 2.0),
+        ("rope.scaling.of_a_later_file", 2.0),
+        ("expert_of_a_later_file", 2.0),
+    ] {
+        refused(name, Small::llama(&[]).float(&format!("llama.{name}"), value));
+    }
+    Small::llama(&[]).float("llama.attention.of_a_later_file", 0.0).open("neutral-key").unwrap();
+}
+
+#[test]
+fn soft_caps_and_windows_of_gemma_are_read() {
+    let gemma = |name: &str| {
+        let mut file =
+            Small::llama(&[]).of_architecture(name).number(&format!("{name}.attention.sliding_window"), 7);
+        for norm in ["post_attention_norm", "post_ffw_norm"] {
+            file = file.tensor(&format!("blk.0.{norm}.weight"), &[32], 1.0);
+        }
+        file
+    };
+    let second = gemma("gemma2").float("gemma2.attn_logit_softcapping", 20.0).open("gemma2").unwrap().config;
+    assert_eq!((second.scales.score_cap, second.scales.logit_cap), (Some(20.0), Some(30.0)));
+    assert_eq!((second.windows[0], second.layout.offset_norms), (Some(7), false));
+    let third = gemma("gemma3")
+        .float("gemma3.final_logit_softcapping", 25.0)
+        .tensor("blk.0.attn_q_norm.weight", &[16], 1.0)
+        .tensor("blk.0.attn_k_norm.weight", &[16], 1.0);
+    let config = third.open("gemma3").unwrap().config;
+    assert_eq!((config.scales.score_cap, config.scales.logit_cap), (None, Some(25.0)));
+    assert!(config.style.has_second_rope());
+    let error =
+        third.float("gemma3.attn_logit_softcapping", 50.0).open("gemma3-cap").unwrap_err().to_string();
+    assert!(error.contains("attn_logit_softcapping"), "{error}");
 }

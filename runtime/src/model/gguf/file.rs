@@ -324,6 +324,11 @@ impl GgufFile {
         Error::Field { file: self.file.clone(), field: key.to_owned(), problem: problem.into() }
     }
 
+    /// The names of all keys.
+    pub(super) fn keys(&self) -> impl Iterator<Item = &str> {
+        self.values.keys().map(String::as_str)
+    }
+
     /// Whether a key is present with a value other than none, zero, false or one.
     pub(super) fn has_effect(&self, key: &str) -> bool {
         match self.values.get(key) {

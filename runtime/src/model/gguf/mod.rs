@@ -10,7 +10,7 @@ mod model;
 mod pre;
 mod text;
 
-pub(super) use config::config;
+pub(super) use config::{architectures_of, config};
 pub(super) use file::{GgufFile, is_gguf};
 pub(super) use model::open;
 pub(super) use text::{template, tokenizer};

@@ -192,6 +192,7 @@ impl GgufLoading {
             Weight::LastNorm => "output_norm",
             Weight::LmHead => "output",
             Weight::AttnNorm => "attn_norm",
+            Weight::MlpNorm if self.config.family == "seed_oss" => "post_attention_norm",
             Weight::MlpNorm => "ffn_norm",
             Weight::AttnPostNorm => "post_attention_norm",
             Weight::MlpPostNorm => "post_ffw_norm",
@@ -210,6 +211,7 @@ impl GgufLoading {
             Weight::Gate | Weight::GateBias => "ffn_gate",
             Weight::Up | Weight::UpBias => "ffn_up",
             Weight::Down | Weight::DownBias => "ffn_down",
+            Weight::Correction => "exp_probs_b",
             Weight::Router => "ffn_gate_inp",
             Weight::SharedGate => "ffn_gate_inp_shexp",
             Weight::ExpertGate => "ffn_gate_exps",
@@ -217,7 +219,8 @@ impl GgufLoading {
             Weight::ExpertDown => "ffn_down_exps",
             _ => return None,
         };
-        let end = if tensor.weight.is_bias() { "bias" } else { "weight" };
+        let end =
+            if tensor.weight.is_bias() || tensor.weight == Weight::Correction { "bias" } else { "weight" };
         Some(match tensor.layer {
             Some(layer) => format!("blk.{layer}.{module}.{end}"),
             None => format!("{module}.{end}"),
@@ -226,7 +229,8 @@ impl GgufLoading {
 
     /// Whether rows of a tensor are in the order of rotated pairs.
     fn is_paired(&self, weight: Weight) -> bool {
-        let paired = ["llama", "mixtral", "granite", "smollm3"].contains(&self.config.family.as_str());
+        let paired = ["llama", "mixtral", "granite", "granitemoeshared", "ministral3", "smollm3"]
+            .contains(&self.config.family.as_str());
         paired && matches!(weight, Weight::Q | Weight::K | Weight::QBias | Weight::KBias)
     }
 }

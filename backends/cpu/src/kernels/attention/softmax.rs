@@ -1,6 +1,8 @@
 //! One pass of the online softmax over a block of scores.
 
 use super::{BLOCK, SoftmaxStats, Tile};
+use crate::kernels::elementwise::soft_cap;
+use crate::kernels::kv::PagedKv;
 use crate::kernels::panel::Panel;
 use crate::kernels::round_up;
 use crate::kernels::simd::{Simd, exp};
@@ -15,7 +17,9 @@ pub(super) unsafe fn softmax<S: Simd, V: Panel<S>, const M: usize>(
     count: usize,
     stats: &mut SoftmaxStats,
 ) -> [f32; M] {
-    let scale = task.pools.scale;
+    let PagedKv { scale, cap, .. } = *task.pools;
+    // capped scores are already scaled
+    let scale = if cap.is_some() { 1.0 } else { scale };
     let columns = round_up(count, S::LANES);
     let mut alpha = [1.0; M];
     for (row, alpha) in alpha.iter_mut().enumerate() {
@@ -28,6 +32,9 @@ pub(super) unsafe fn softmax<S: Simd, V: Panel<S>, const M: usize>(
             if a >= b {
                 std::ptr::write_bytes(row_scores, 0, columns);
                 continue;
+            }
+            if let Some(cap) = cap {
+                cap_row::<S>(row_scores, columns, task.pools.scale, cap);
             }
             for i in (0..a).chain(b..columns) {
                 *row_scores.add(i) = f32::NEG_INFINITY;
@@ -44,6 +51,20 @@ pub(super) unsafe fn softmax<S: Simd, V: Panel<S>, const M: usize>(
         }
     }
     alpha
+}
+
+/// `score = cap tanh(score * scale / cap)` in place.
+#[inline(always)]
+unsafe fn cap_row<S: Simd>(scores: *mut f32, columns: usize, scale: f32, cap: f32) {
+    // SAFETY: the caller's promise: `columns` scores, a multiple of LANES.
+    unsafe {
+        let mut i = 0;
+        while i < columns {
+            let score = S::mul(S::load(scores.add(i)), S::splat(scale));
+            S::store(scores.add(i), soft_cap::<S>(score, cap));
+            i += S::LANES;
+        }
+    }
 }
 
 /// The largest of `old` and the scaled scores.
