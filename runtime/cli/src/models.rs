@@ -8,7 +8,7 @@ use anyhow::Result;
 use clap::Args;
 use mixfleet_hal::units::GB;
 use mixfleet_hal::{DType, StoredAs, WeightFormat};
-use mixfleet_runtime::model::families::{FAMILIES, ModelFamily};
+use mixfleet_runtime::model::families::{FAMILIES, FamilySupport, ModelFamily};
 use mixfleet_scheduler::models::{KnownModel, find, models};
 use serde_json::{Map, Value, json};
 use std::io::Write;
@@ -57,8 +57,12 @@ fn list_families(as_json: bool) -> Result<()> {
     let mut out = screen::output(as_json);
     if as_json {
         let document = |family: &ModelFamily| {
+            let support = family.support();
+            let of = |read: fn(&FamilySupport) -> Value| support.as_ref().map(read);
             json!({"model_type": family.model_type, "models": family.models, "served": family.missing.is_empty(),
-                "missing": family.missing})
+                "missing": family.missing, "gguf": of(|support| json!(support.gguf)),
+                "divides": of(|support| support.divides.into()),
+                "plug_ins": of(|support| support.plug_ins.into())})
         };
         let all: Vec<Value> = FAMILIES.iter().map(document).collect();
         writeln!(out, "{:#}", json!({"schema": "mixfleet.families/1", "families": all}))?;

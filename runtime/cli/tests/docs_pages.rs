@@ -185,6 +185,50 @@ fn the_reference_of_options_is_what_help_prints() {
     assert!(written == kept, "{hint}: {differs:?}");
 }
 
+/// Around the table of families.
+const FAMILIES: [&str; 2] =
+    ["<!-- Written from models --families --json. -->\n", "<!-- End of the table of families. -->"];
+
+/// A row for each supported family: its files, and the devices that run it.
+fn families() -> String {
+    let output = mixfleet().args(["models", "--families", "--json"]).output().unwrap();
+    let document: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let mut table =
+        "\n| `model_type` | models | GGUF | `tp:` | C interface |\n|---|---|---|---|---|\n".to_owned();
+    for family in document["families"].as_array().unwrap().iter().filter(|family| family["served"] == true) {
+        let text = |field: &str| family[field].as_str().unwrap();
+        let yes = |field: &str| if family[field] == true { "yes" } else { "no" };
+        let files: Vec<String> = family["gguf"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|name| format!("`{}`", name.as_str().unwrap()))
+            .collect();
+        let files = if files.is_empty() { "-".to_owned() } else { files.join(", ") };
+        let (name, models) = (text("model_type"), text("models"));
+        writeln!(table, "| `{name}` | {models} | {files} | {} | {} |", yes("divides"), yes("plug_ins"))
+            .unwrap();
+    }
+    table + "\n"
+}
+
+#[test]
+fn the_table_of_families_is_what_the_program_says() {
+    let path = root().join("docs/reference/models.md");
+    let page = std::fs::read_to_string(&path).unwrap();
+    let (head, rest) = page.split_once(FAMILIES[0]).expect("the line above the table");
+    let (kept, tail) = rest.split_once(FAMILIES[1]).expect("the line below the table");
+    let written = families();
+    if std::env::var_os("MIXFLEET_WRITE_OPTIONS").is_some() {
+        std::fs::write(&path, [head, FAMILIES[0], &written, FAMILIES[1], tail].concat()).unwrap();
+        return;
+    }
+    assert!(
+        written == kept,
+        "docs/reference/models.md: write it anew with MIXFLEET_WRITE_OPTIONS=1: {written}"
+    );
+}
+
 #[test]
 fn options_that_pages_show_exist() {
     let page = std::fs::read_to_string(root().join("docs/reference/options.md")).unwrap();
