@@ -1,5 +1,5 @@
-// add, silu_mul, gelu_mul, clamped_swiglu, soft_cap, combine, rope, embed: one thread per VEC elements (rope: per VEC pairs);
-// rope_part, copy_columns: one per pair or element; `count` threads in all. X, TABLE for embed, and VEC,
+// add, silu_mul, gelu_mul, clamped_swiglu, soft_cap, combine, rope, embed: one thread per VEC elements (rope: per
+// VEC pairs); rope_part, copy_columns: one per pair or element; `count` threads in all. X, TABLE for embed, and VEC,
 // which divides rows.
 
 KERNEL(GROUP) add(READS(X, a), READS(X, b), WRITES(X, out), ulong count) {

@@ -1,5 +1,5 @@
-//! A second float64 forward pass, with which the oracle of all devices is compared. It shares nothing with it:
-//! one token at a time, from `config.json` and tensors as they are written.
+//! A second float64 forward pass, with which the oracle of all devices is compared. It shares nothing with
+//! it: one token at a time, from `config.json` and tensors as they are written.
 
 use mixfleet_runtime::model::variants::{styled_variants, tiny_variants};
 use mixfleet_runtime::model::{Oracle, RandomCheckpoint};

@@ -132,8 +132,8 @@ pub(super) fn stored_tensors(config: &ModelConfig) -> Vec<(StoredTensor, Weight)
     all
 }
 
-/// Position of a matrix in a fused tensor: its first row, and the shape of the whole tensor but for the length
-/// of a row.
+/// Position of a matrix in a fused tensor: its first row, and the shape of the whole tensor but for the
+/// length of a row.
 struct FusedRows {
     name: &'static str,
     first: u64,

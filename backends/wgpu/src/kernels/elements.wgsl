@@ -1,5 +1,5 @@
-// add, silu_mul, gelu_mul, clamped_swiglu, soft_cap, combine, narrow, fill, embed, copy_columns: a thread per word of the output;
-// rope: per UNIT pairs of OWN heads.
+// add, silu_mul, gelu_mul, clamped_swiglu, soft_cap, combine, narrow, fill, embed, copy_columns: a thread per word of
+// the output; rope: per UNIT pairs of OWN heads.
 
 struct Shape { count: u32, width: u32, heads: u32, first: u32, end: u32, word: u32 }
 

@@ -92,8 +92,8 @@ pub(super) fn rope_factors(gguf: &GgufFile) -> Option<(&'static str, &GgufTensor
     OF_ROPE[..2].iter().find_map(|name| Some((*name, gguf.tensors.get(*name)?)))
 }
 
-/// Keys of attention, rope and experts that are read or have no effect. All others are refused where they have
-/// one, so that a key of later files is not passed over.
+/// Keys of attention, rope and experts that are read or have no effect. All others are refused where they
+/// have one, so that a key of later files is not passed over.
 const READ: [&str; 27] = [
     "attention.causal",
     "attention.group_norm_epsilon",
@@ -383,8 +383,8 @@ fn family_fields(
     Ok((model_type, fields.as_object().cloned().unwrap_or_default()))
 }
 
-/// The square of the divisor of scores of Gemma 2 and 3, which files leave out. llama.cpp knows the 27B model,
-/// where it differs from the length of a head, by its number of layers.
+/// The square of the divisor of scores of Gemma 2 and 3, which files leave out. llama.cpp knows the 27B
+/// model, where it differs from the length of a head, by its number of layers.
 fn gemma_scale(keys: &ArchitectureKeys, layers_of_27b: u64) -> Result<u64> {
     let per_head = keys.required("embedding_length")? / keys.required("attention.head_count")?.max(1);
     match keys.required("block_count")? == layers_of_27b {
