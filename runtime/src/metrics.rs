@@ -257,6 +257,9 @@ pub struct Metrics {
     pub picks: Family<PickLabels, Counter>,
     /// `mixfleet_pick_seconds`: a proxied request complete to its destination known, by the picker.
     pub pick_s: Histogram,
+    /// `mixfleet_pick_prompt_tokens_total`: assumed prompt tokens of requests of proxies, refused ones too, by the
+    /// picker.
+    pub pick_prompt_tokens: Counter,
     /// `mixfleet_picks_served_total{device,choice}`: answers of proxied requests by who really gave them, by
     /// the picker.
     pub picks_served: Family<ServedLabels, Counter>,
@@ -471,6 +474,11 @@ impl Metrics {
             ),
             picks: plain(to, "picks", "Requests of proxies that were placed, or why not"),
             pick_s: seconds(to, "pick", "Request of a proxy complete to destination known", &PICK_S),
+            pick_prompt_tokens: plain(
+                to,
+                "pick_prompt_tokens",
+                "Assumed prompt tokens of requests of proxies",
+            ),
             picks_served: plain(to, "picks_served", "Answers by who really gave them"),
             requests_quarantined: plain(
                 to,

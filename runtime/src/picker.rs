@@ -125,6 +125,7 @@ impl Picker {
         let read = endpoint(&query.path);
         let (wanted, is_read) = self.wanted(&query, read, began);
         let stream = wanted.stream;
+        self.metrics.pick_prompt_tokens.inc_by(self.gateway.assumed_prompt_tokens(&wanted).into());
         let mut tally = read.filter(|_| is_read).map(|endpoint| {
             let tenant = Tenant::anyone(Arc::default());
             let counted = (self.metrics.clone(), self.env.clone(), self.placements.clone());
@@ -225,6 +226,11 @@ impl Picked {
     /// The destination, then the runners-up, best first, by position.
     pub fn destinations(&self) -> Vec<usize> {
         self.passage.at().into_iter().chain(self.passage.runners_up.iter().copied()).collect()
+    }
+
+    /// The position of the engine that computes the prompt, if it is not the destination.
+    pub fn prompt_at(&self) -> Option<usize> {
+        self.passage.prompt_at()
     }
 
     /// Predicted time to the first token.

@@ -26,6 +26,7 @@ pub mod models;
 pub mod places;
 pub mod plan;
 pub mod quarantine;
+pub mod scale;
 pub mod sizing;
 pub mod table;
 pub mod transfer;

@@ -10,7 +10,8 @@ use crate::{logs, otlp};
 use anyhow::{Context, Result};
 use clap::Args;
 use mixfleet_epp::{
-    EndpointPicker, EndpointPool, OpenPool, OpenedPool, PickerListeners, PickerSettings, follow_pool,
+    ClusterAccess, EndpointPicker, EndpointPool, FleetScaler, LeaseTimes, OpenPool, OpenedPool, PickerLease,
+    PickerListeners, PickerSettings, PoolName, follow_inference_pool, follow_pool, hold_lease,
 };
 use mixfleet_hal::units::Seconds;
 use mixfleet_runtime::api::{Origins, Placements, observe_placements};
@@ -18,12 +19,13 @@ use mixfleet_runtime::engine::EngineConfig;
 use mixfleet_runtime::env::{RealEnv, SharedEnv, Task};
 use mixfleet_runtime::gateway::{EngineSpec, GatewayParts};
 use mixfleet_runtime::metrics::Metrics;
-use mixfleet_scheduler::fleet::FleetConfig;
+use mixfleet_scheduler::fleet::{FleetConfig, Role};
 use mixfleet_sim::simulate::Choices;
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
 
 /// Decisions kept for `/debug/placement`.
 const PLACEMENTS_KEPT: usize = 10_000;
@@ -31,8 +33,17 @@ const PLACEMENTS_KEPT: usize = 10_000;
 #[derive(Clone, Debug, Args)]
 pub(crate) struct EppArgs {
     /// Endpoints of the pool, as llm-d's file discovery has them; reloaded on change
-    #[arg(long, value_name = "FILE.yaml")]
-    pool: PathBuf,
+    #[arg(long, value_name = "FILE.yaml", required_unless_present = "inference_pool")]
+    pool: Option<PathBuf>,
+    /// InferencePool (v1) whose ready pods are the endpoints
+    #[arg(long, value_name = "NAME", conflicts_with = "pool")]
+    inference_pool: Option<String>,
+    /// Its namespace [default: that of the credentials]
+    #[arg(long, value_name = "NS", requires = "inference_pool")]
+    namespace: Option<String>,
+    /// Lease by which one of several pickers is ready [default: all are]
+    #[arg(long, value_name = "NAME", requires = "inference_pool")]
+    lease: Option<String>,
     /// Address for Envoy's external processing; :PORT for all interfaces
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:9002", value_parser = address)]
     listen: String,
@@ -42,6 +53,12 @@ pub(crate) struct EppArgs {
     /// Address of /metrics, /live, /health and /debug/placement
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:9090", value_parser = address)]
     metrics: String,
+    /// The planned fleet whose replicas KEDA asks for
+    #[arg(long, value_name = "FILE.yaml", requires = "scaler", hide = true)]
+    scale: Option<PathBuf>,
+    /// Address of KEDA's external scaler
+    #[arg(long, value_name = "HOST:PORT", requires = "scale", value_parser = address, hide = true)]
+    scaler: Option<String>,
     /// Endpoints named behind the destination; 0 for ORIGINAL_DST clusters, which take one
     #[arg(long, value_name = "N", default_value_t = 2)]
     fallbacks: usize,
@@ -74,15 +91,18 @@ fn address(text: &str) -> Result<String, String> {
 pub(crate) fn run(args: EppArgs) -> Result<()> {
     serve::log(args.json)?;
     let limits = limits(&args)?;
-    let text = mixfleet_hal::files::read_text(&args.pool);
-    let text = text.with_context(|| format!("--pool: cannot read {}", args.pool.display()))?;
-    let wrong = |why: String| UsageError(format!("--pool {}: {why}", args.pool.display()));
-    let pool = EndpointPool::read(&text).map_err(wrong)?;
-    engines(&pool).map_err(|error| wrong(format!("{error:#}")))?;
-    run_server(pick(args, limits))
+    let scaler = args.scale.as_deref().map(read_scale).transpose()?;
+    if let Some(file) = &args.pool {
+        let text = mixfleet_hal::files::read_text(file);
+        let text = text.with_context(|| format!("--pool: cannot read {}", file.display()))?;
+        let wrong = |why: String| UsageError(format!("--pool {}: {why}", file.display()));
+        let pool = EndpointPool::read(&text).map_err(wrong)?;
+        engines(&pool).map_err(|error| wrong(format!("{error:#}")))?;
+    }
+    run_server(pick(args, limits, scaler))
 }
 
-async fn pick(args: EppArgs, limits: EngineConfig) -> Result<()> {
+async fn pick(args: EppArgs, limits: EngineConfig, scaler: Option<FleetScaler>) -> Result<()> {
     let mut signals = ServeSignals::new()?;
     raise_descriptors();
     let env: SharedEnv = Arc::new(RealEnv::new(tokio::runtime::Handle::current()));
@@ -90,9 +110,6 @@ async fn pick(args: EppArgs, limits: EngineConfig) -> Result<()> {
     logs::count_dropped_in(&metrics.log_lines_dropped);
     let traces = otlp::begin(&metrics)?;
     let placements = Arc::new(Placements::new(PLACEMENTS_KEPT));
-    let bind = async |flag: &str, address: &str| {
-        TcpListener::bind(address).await.with_context(|| format!("{flag}: cannot listen on {address}"))
-    };
     let listeners = PickerListeners {
         processing: bind("--listen", &args.listen).await?,
         health: bind("--health", &args.health).await?,
@@ -107,11 +124,16 @@ async fn pick(args: EppArgs, limits: EngineConfig) -> Result<()> {
         Box::pin(observe_placements(listener, env, watched, is_ready, origins, shown))
     };
     watch("--metrics", &args.metrics, origins, observe).await?;
+    if let (Some(scaler), Some(address)) = (scaler, &args.scaler) {
+        let listener = bind("--scaler", address).await?;
+        scale(scaler, listener, env.clone(), metrics.clone())?;
+    }
     tracing::info!(
         listen = %listeners.processing.local_addr()?,
         health = %listeners.health.local_addr()?,
         "picks endpoints for Envoy"
     );
+    let source_env = env.clone();
     let open: OpenPool = Arc::new(move |pool| {
         let parts = GatewayParts {
             env: env.clone(),
@@ -125,22 +147,97 @@ async fn pick(args: EppArgs, limits: EngineConfig) -> Result<()> {
         let engines = engines(pool).map_err(|error| format!("{error:#}"))?;
         Ok(OpenedPool { parts, engines })
     });
-    let following = follow_pool(picker.clone(), args.pool.clone(), open);
-    let (tell, told) = tokio::sync::oneshot::channel::<()>();
-    let mut serving = Box::pin(mixfleet_epp::serve(picker, listeners, async {
-        let _ = told.await;
-    }));
+    let (tell, told) = tokio::sync::watch::channel(false);
+    let ending = |mut told: tokio::sync::watch::Receiver<bool>| async move {
+        let _ = told.wait_for(|told| *told).await;
+    };
+    let source = PoolSource { picker: picker.clone(), env: source_env, open };
+    let (following, leading) = source.follow(&args, ending(told.clone())).await?;
+    let mut serving = Box::pin(mixfleet_epp::serve(picker, listeners, ending(told)));
     tokio::select! {
-        () = following => unreachable!("a file is followed forever"),
+        () = following => unreachable!("a pool is followed forever"),
         served = &mut serving => served.context("serving ended")?,
         () = signals.next() => {
             tracing::info!("ending: requests in the picker may finish; signal again to end now");
-            let _ = tell.send(());
-            signals.or_until_next(async { drop(serving.await) }).await;
+            let _ = tell.send(true);
+            signals.or_until_next(async {
+                // another picker gets the lease while requests finish here
+                let (_, served) = tokio::join!(leading, serving);
+                drop(served);
+            })
+            .await;
         }
     }
     otlp::end(traces).await;
     Ok(())
+}
+
+async fn bind(flag: &str, address: &str) -> Result<TcpListener> {
+    TcpListener::bind(address).await.with_context(|| format!("{flag}: cannot listen on {address}"))
+}
+
+/// Reads the plan that `--scale` names.
+fn read_scale(file: &Path) -> Result<FleetScaler> {
+    let text = mixfleet_hal::files::read_text(file);
+    let text = text.with_context(|| format!("--scale: cannot read {}", file.display()))?;
+    let wrong = |why: String| UsageError(format!("--scale {}: {why}", file.display()));
+    Ok(FleetScaler::read(&text).map_err(wrong)?)
+}
+
+/// Decides replicas, and serves autoscalers, forever.
+fn scale(scaler: FleetScaler, listener: TcpListener, env: SharedEnv, metrics: Metrics) -> Result<()> {
+    tracing::info!(scaler = %listener.local_addr()?, "serves autoscalers");
+    tokio::spawn(scaler.clone().follow(env, metrics));
+    tokio::spawn(async move {
+        if let Err(error) = scaler.serve(listener).await {
+            tracing::error!(%error, "the scaler ended");
+        }
+    });
+    Ok(())
+}
+
+/// What follows a pool.
+struct PoolSource {
+    picker: EndpointPicker,
+    env: SharedEnv,
+    open: OpenPool,
+}
+
+impl PoolSource {
+    /// Follows the pool's file, or the cluster's objects, forever; the other task holds the lease, if there is
+    /// one, until `told`.
+    async fn follow(
+        self,
+        args: &EppArgs,
+        told: impl Future<Output = ()> + Send + 'static,
+    ) -> Result<(Task, JoinHandle<()>)> {
+        let PoolSource { picker, env, open } = self;
+        if let Some(file) = args.pool.clone() {
+            let following: Task = Box::pin(follow_pool(picker, file, open));
+            return Ok((following, tokio::spawn(async {})));
+        }
+        let name = args.inference_pool.clone().context("--pool or --inference-pool is needed")?;
+        let cluster = ClusterAccess::infer().await.map_err(|why| {
+            UsageError(format!("--inference-pool: no access to a Kubernetes API server: {why}"))
+        })?;
+        let namespace = args.namespace.clone().unwrap_or_else(|| cluster.namespace.clone());
+        let leading = match &args.lease {
+            None => tokio::spawn(async {}),
+            Some(lease) => {
+                let host = std::env::var("HOSTNAME").unwrap_or_else(|_| "mixfleet-epp".into());
+                let lease = PickerLease {
+                    namespace: namespace.clone(),
+                    name: lease.clone(),
+                    identity: format!("{host}_{:016x}", env.random()),
+                    times: LeaseTimes::default(),
+                };
+                tokio::spawn(hold_lease(picker.clone(), cluster.clone(), env, lease, told))
+            }
+        };
+        let pool = PoolName { namespace, name };
+        let following: Task = Box::pin(follow_inference_pool(picker, cluster, pool, open));
+        Ok((following, leading))
+    }
 }
 
 /// The limits from the options.
@@ -168,9 +265,19 @@ fn engines(pool: &EndpointPool) -> Result<Vec<EngineSpec>> {
     for endpoint in &pool.endpoints {
         let parsed = endpoint.engine.parse::<WorkerEngine>().map_err(UsageError);
         let opened = parsed.map_err(anyhow::Error::from).and_then(|engine| engine.open());
-        engines.extend(opened.with_context(|| format!("endpoint '{}'", endpoint.name))?);
+        engines.extend(
+            opened.with_context(|| format!("endpoint '{}'", endpoint.name))?.into_iter().map(whole_too),
+        );
     }
     Ok(engines)
+}
+
+/// An endpoint that answers may compute its prompts too: a pair is used where it is predicted to be better.
+fn whole_too(spec: EngineSpec) -> EngineSpec {
+    match spec.role {
+        Role::Decode => EngineSpec { role: Role::Auto, takes_kv: true, ..spec },
+        _ => spec,
+    }
 }
 
 #[cfg(test)]

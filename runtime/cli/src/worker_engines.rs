@@ -232,6 +232,7 @@ impl WorkerEngine {
             price: self.usd_per_hour.map(UsdPerHour),
             cost: cost.clone(),
             role: self.role,
+            takes_kv: false,
             nic: LinkCost {
                 latency: HAND_OFF_LATENCY * 0.5,
                 seconds_per_byte: 1e-9 / self.nic_gb_per_s,

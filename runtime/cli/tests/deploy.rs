@@ -30,6 +30,7 @@ fn commands() -> Vec<(String, Vec<String>)> {
         (kubernetes.join("router.yaml"), "args:"),
         (kubernetes.join("worker.yaml"), "args:"),
         (kubernetes.join("gateway/gateway.yaml"), "args:"),
+        (kubernetes.join("picker/picker.yaml"), "args:"),
         (directory().join("compose.yaml"), "command:"),
     ] {
         let text = std::fs::read_to_string(&file).unwrap();
@@ -48,7 +49,8 @@ fn run(arguments: &[String]) -> Output {
 fn every_argument_in_the_deployment_files_is_one_that_the_program_takes() {
     let commands = commands();
     let of = |name: &str| commands.iter().filter(|(_, list)| list[0] == name).count();
-    assert_eq!((of("router"), of("worker"), of("serve")), (2, 4, 1), "{commands:?}");
+    let counts = (of("router"), of("worker"), of("serve"), of("epp"), commands.len());
+    assert_eq!(counts, (2, 4, 1, 1, 8), "{commands:?}");
     for (file, mut arguments) in commands {
         // Earlier fields are parsed all the same, and nothing starts.
         arguments.push("--help".into());

@@ -189,7 +189,10 @@ impl Exchange {
         let Some(pool) = self.shared.pool() else {
             return self.refuse(PickRefusal::unavailable("no endpoint of the pool has answered yet"));
         };
-        let left_out = self.subset.as_ref().map_or_else(Vec::new, |subset| pool.all_but(subset));
+        if pool.is_empty() {
+            return self.refuse(PickRefusal::unavailable("no endpoint of the pool is ready"));
+        }
+        let left_out = pool.left_out(self.subset.as_deref());
         if left_out.len() == pool.addresses.len() {
             let why = "none of the endpoints that the proxy offers is in the pool";
             return self.refuse(PickRefusal::unavailable(why));
@@ -211,7 +214,8 @@ impl Exchange {
         let destinations = picked.destinations();
         let named = destinations.iter().take(self.shared.settings.fallbacks + 1);
         let named: Vec<&str> = named.map(|&at| pool.addresses[at].as_str()).collect();
-        let mut answers = vec![message::destined(&named.join(","))];
+        let prefiller = picked.prompt_at().map(|at| pool.addresses[at].as_str());
+        let mut answers = vec![message::destined(&named.join(","), prefiller)];
         let waiting = std::mem::take(&mut self.waiting);
         answers.extend(waiting.into_iter().map(|piece| message::passed_body(piece, true)));
         (self.picked, self.pool) = (Some(picked), Some(pool));

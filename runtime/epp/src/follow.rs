@@ -1,11 +1,11 @@
-//! Follows the file of a pool, and switches to its endpoints once one of them answers.
+//! Applies the endpoints of a pool to a picker: those of a file, which is followed here, or of Kubernetes.
 
-use crate::pool::EndpointPool;
+use crate::pool::{EndpointPool, PoolEndpoint};
 use crate::service::EndpointPicker;
 use mixfleet_runtime::gateway::{EngineSpec, GatewayParts};
 use mixfleet_runtime::picker::Picker;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::task::AbortHandle;
 
@@ -23,10 +23,68 @@ pub struct OpenedPool {
 /// Opens the endpoints of a pool.
 pub type OpenPool = Arc<dyn Fn(&EndpointPool) -> Result<OpenedPool, String> + Send + Sync>;
 
+/// Directs a picker to the endpoints of a pool as the pool changes.
+pub(crate) struct PoolSwitch {
+    picker: EndpointPicker,
+    pub(crate) open: OpenPool,
+    /// Endpoints whose engines have started, in the order of the engines.
+    started: Arc<Mutex<Vec<PoolEndpoint>>>,
+    starting: Option<AbortHandle>,
+}
+
+impl PoolSwitch {
+    pub(crate) fn new(picker: EndpointPicker, open: OpenPool) -> Self {
+        PoolSwitch { picker, open, started: Arc::default(), starting: None }
+    }
+
+    /// Applies a pool. Endpoints that it lacks get no further requests at once; endpoints that are new start, and
+    /// the pool takes over when one of its endpoints answers.
+    ///
+    /// # Errors
+    /// The reason why the endpoints cannot be opened; nothing has changed then.
+    pub(crate) fn apply(&mut self, pool: EndpointPool) -> Result<(), String> {
+        let started = self.started.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let has_started = |endpoint: &PoolEndpoint| started.contains(endpoint);
+        if !started.is_empty() && pool.endpoints.iter().all(has_started) {
+            self.stop_starting();
+            self.picker.narrow(&pool);
+            tracing::info!(endpoints = pool.endpoints.len(), "the pool's endpoints get requests");
+            return Ok(());
+        }
+        if pool.endpoints.is_empty() {
+            self.stop_starting();
+            self.picker.narrow(&pool);
+            tracing::warn!("the pool has no endpoints");
+            return Ok(());
+        }
+        let opened = (self.open)(&pool)?;
+        self.stop_starting();
+        // an endpoint that has only been described anew gets requests until the new pool takes over
+        let stays =
+            pool.endpoints.iter().any(|endpoint| started.iter().any(|one| one.address == endpoint.address));
+        if stays {
+            self.picker.narrow(&pool);
+        }
+        let (picker, started) = (self.picker.clone(), self.started.clone());
+        let starting = tokio::spawn(async move {
+            take_over(&picker, opened, &pool).await;
+            *started.lock().unwrap_or_else(PoisonError::into_inner) = pool.endpoints;
+        });
+        self.starting = Some(starting.abort_handle());
+        Ok(())
+    }
+
+    fn stop_starting(&mut self) {
+        if let Some(older) = self.starting.take() {
+            older.abort();
+        }
+    }
+}
+
 /// Follows a pool's file forever. A file that is unreadable or invalid changes nothing.
 pub async fn follow_pool(picker: EndpointPicker, file: PathBuf, open: OpenPool) {
+    let mut switch = PoolSwitch::new(picker, open);
     let mut known: Option<Result<String, String>> = None;
-    let mut starting: Option<AbortHandle> = None;
     loop {
         let path = file.clone();
         let read = tokio::task::spawn_blocking(move || mixfleet_hal::files::read_text(&path));
@@ -36,20 +94,9 @@ pub async fn follow_pool(picker: EndpointPicker, file: PathBuf, open: OpenPool) 
             Err(error) => Err(error.to_string()),
         };
         if known.as_ref() != Some(&text) {
-            let opened = text.clone().and_then(|text| {
-                let pool = EndpointPool::read(&text)?;
-                Ok((open(&pool)?, pool))
-            });
-            match opened {
-                Ok((opened, pool)) => {
-                    if let Some(older) = starting.take() {
-                        older.abort();
-                    }
-                    starting = Some(tokio::spawn(take_over(picker.clone(), opened, pool)).abort_handle());
-                }
-                Err(why) => {
-                    tracing::error!(file = %file.display(), why, "the pool's file is invalid");
-                }
+            let pool = text.clone().and_then(|text| EndpointPool::read(&text));
+            if let Err(why) = pool.and_then(|pool| switch.apply(pool)) {
+                tracing::error!(file = %file.display(), why, "the pool's file is invalid");
             }
             known = Some(text);
         }
@@ -58,11 +105,11 @@ pub async fn follow_pool(picker: EndpointPicker, file: PathBuf, open: OpenPool) 
 }
 
 /// Starts the engines of a pool, and directs further requests to it.
-async fn take_over(picker: EndpointPicker, opened: OpenedPool, pool: EndpointPool) {
+async fn take_over(picker: &EndpointPicker, opened: OpenedPool, pool: &EndpointPool) {
     let OpenedPool { parts, engines } = opened;
     assert_eq!(engines.len(), pool.endpoints.len(), "each endpoint is opened as one engine");
     let (env, metrics, placements) = (parts.env.clone(), parts.metrics.clone(), parts.placements.clone());
     let gateway = parts.start(engines).await;
-    picker.take_pool(Picker::new(gateway, env, metrics, placements), &pool);
+    picker.take_pool(Picker::new(gateway, env, metrics, placements), pool);
     tracing::info!(endpoints = pool.endpoints.len(), "the pool's endpoints get requests");
 }

@@ -105,18 +105,29 @@ fn set(name: &str, value: &str) -> HeaderValueOption {
     }
 }
 
+/// Header with the endpoint that computes the prompt, for llm-d's sidecar of the destination.
+const PREFILLER: &str = "x-prefiller-host-port";
+
 fn mutation(headers: &[(&str, String)]) -> Option<HeaderMutation> {
     let set_headers: Vec<_> = headers.iter().map(|(name, value)| set(name, value)).collect();
     (!set_headers.is_empty()).then_some(HeaderMutation { set_headers, ..HeaderMutation::default() })
 }
 
-/// Builds the response that sends a request to these destinations.
-pub(crate) fn destined(destinations: &str) -> ProcessingResponse {
+/// Builds the response that sends a request to these destinations, and has its prompt computed by
+/// `prefiller`, if there is one.
+pub(crate) fn destined(destinations: &str, prefiller: Option<&str>) -> ProcessingResponse {
     let text = Value { kind: Some(Kind::StringValue(destinations.into())) };
     let inner = Struct { fields: [(DESTINATION.to_owned(), text)].into() };
     let outer = Value { kind: Some(Kind::StructValue(inner)) };
+    let mut headers =
+        HeaderMutation { set_headers: vec![set(DESTINATION, destinations)], ..HeaderMutation::default() };
+    match prefiller {
+        Some(prefiller) => headers.set_headers.push(set(PREFILLER, prefiller)),
+        // a client must not name one
+        None => headers.remove_headers.push(PREFILLER.into()),
+    }
     let common = CommonResponse {
-        header_mutation: mutation(&[(DESTINATION, destinations.into())]),
+        header_mutation: Some(headers),
         clear_route_cache: true,
         ..CommonResponse::default()
     };

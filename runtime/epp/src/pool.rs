@@ -6,9 +6,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 
 /// Maximum number of endpoints of a pool.
-const ENDPOINTS_MAX: usize = 1024;
+pub(crate) const ENDPOINTS_MAX: usize = 1024;
 /// Prefix of mixfleet's labels.
-const OWN_LABEL: &str = "mixfleet.dev/";
+pub(crate) const OWN_LABEL: &str = "mixfleet.dev/";
 /// Labels that equal an argument of `--worker-engine`, with the argument.
 const LABEL_WORDS: [(&str, &str); 12] = [
     ("usd-per-hour", "usd"),
@@ -35,7 +35,7 @@ pub struct EndpointPool {
 }
 
 /// A model server of a pool.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PoolEndpoint {
     /// Name in the file.
     pub name: String,
@@ -122,10 +122,28 @@ impl PoolEntry {
         if let Some(metrics) = self.metrics_host.as_ref().filter(|host| **host != address.to_string()) {
             return Err(format!("metricsHost '{metrics}': metrics are read at {address} only; leave it out"));
         }
-        let own = |name: &str| self.labels.get(&format!("{OWN_LABEL}{name}"));
+        let name = match &self.namespace {
+            Some(namespace) => format!("{namespace}/{}", self.name),
+            None => self.name.clone(),
+        };
+        PoolEndpoint::labelled(name, address, &self.labels)
+    }
+}
+
+impl PoolEndpoint {
+    /// The endpoint at an address, described by labels.
+    ///
+    /// # Errors
+    /// The label that is wrong.
+    pub(crate) fn labelled(
+        name: String,
+        address: SocketAddr,
+        labels: &BTreeMap<String, String>,
+    ) -> Result<Self, String> {
+        let own = |name: &str| labels.get(&format!("{OWN_LABEL}{name}"));
         let kind = own("engine").map_or("vllm", String::as_str);
-        let mut engine = format!("{kind}:http://{address}={}", self.role()?);
-        for (label, value) in &self.labels {
+        let mut engine = format!("{kind}:http://{address}={}", endpoint_role(labels)?);
+        for (label, value) in labels {
             let Some(name) = label.strip_prefix(OWN_LABEL) else { continue };
             if matches!(name, "engine" | "role") {
                 continue;
@@ -140,28 +158,24 @@ impl PoolEntry {
             engine = format!("{engine},{word}={value}");
         }
         // llm-d's label, which its picker compares with the models that the server lists
-        if let Some(model) = self.labels.get("model").filter(|_| own("model").is_none()) {
+        if let Some(model) = labels.get("model").filter(|_| own("model").is_none()) {
             if model.contains(',') {
                 return Err(format!("label 'model': '{model}' has a comma"));
             }
             engine = format!("{engine},model={model}");
         }
-        let name = match &self.namespace {
-            Some(namespace) => format!("{namespace}/{}", self.name),
-            None => self.name.clone(),
-        };
         Ok(PoolEndpoint { name, address, engine })
     }
+}
 
-    /// The role, by mixfleet's label or by llm-d's.
-    fn role(&self) -> Result<&str, String> {
-        let label = |name: &str| self.labels.get(name).map(String::as_str);
-        match label("mixfleet.dev/role").or_else(|| label("llm-d.ai/role")) {
-            None | Some("auto" | "both" | "prefill-decode") => Ok("auto"),
-            Some(role @ ("prefill" | "decode")) => Ok(role),
-            Some(other) => {
-                Err(format!("unknown role '{other}'; known: prefill, decode, both, prefill-decode, auto"))
-            }
+/// The role, by mixfleet's label or by llm-d's.
+fn endpoint_role(labels: &BTreeMap<String, String>) -> Result<&str, String> {
+    let label = |name: &str| labels.get(name).map(String::as_str);
+    match label("mixfleet.dev/role").or_else(|| label("llm-d.ai/role")) {
+        None | Some("auto" | "both" | "prefill-decode") => Ok("auto"),
+        Some(role @ ("prefill" | "decode")) => Ok(role),
+        Some(other) => {
+            Err(format!("unknown role '{other}'; known: prefill, decode, both, prefill-decode, auto"))
         }
     }
 }

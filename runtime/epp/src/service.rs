@@ -23,6 +23,12 @@ use tonic_health::server::{HealthReporter, health_reporter};
 
 /// Maximum size of a message: a proxy sends a body in pieces far below it.
 const MESSAGE_BYTES_MAX: usize = 4 << 20;
+/// Bytes of a request that a proxy may send ahead, and of all requests of one of its connections. A proxy
+/// sends all bodies on one connection, so that HTTP/2's default of 64 KiB would stall them.
+const STREAM_WINDOW: u32 = 1 << 20;
+const CONNECTION_WINDOW: u32 = 64 << 20;
+/// Maximum size of a frame.
+const FRAME_BYTES_MAX: u32 = 1 << 20;
 /// Poll interval of readiness.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// Names of the health services: the process, and those that follow readiness.
@@ -44,9 +50,14 @@ impl EndpointPicker {
         self.0.take_pool(PoolInForce::new(picker, pool));
     }
 
-    /// Whether a pool is present.
-    pub fn is_synced(&self) -> bool {
-        self.0.pool().is_some()
+    /// Ends requests to the endpoints outside of `pool`.
+    pub(crate) fn narrow(&self, pool: &EndpointPool) {
+        self.0.narrow(pool);
+    }
+
+    /// Whether proxies should send requests: a pool is present, and no other picker has the lease.
+    pub fn is_ready(&self) -> bool {
+        self.0.is_ready()
     }
 }
 
@@ -113,6 +124,9 @@ pub async fn serve(
     let processor = ExternalProcessorServer::new(picker.clone()).max_decoding_message_size(MESSAGE_BYTES_MAX);
     // proxies check health on the port that they use
     let processing = Server::builder()
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_frame_size(FRAME_BYTES_MAX)
         .add_service(processor)
         .add_service(health.clone())
         .serve_with_incoming_shutdown(incoming(listeners.processing), told);
@@ -127,7 +141,7 @@ pub async fn serve(
 async fn report_health(reporter: HealthReporter, picker: EndpointPicker) {
     reporter.set_service_status(LIVENESS, ServingStatus::Serving).await;
     loop {
-        let status = if picker.is_synced() { ServingStatus::Serving } else { ServingStatus::NotServing };
+        let status = if picker.is_ready() { ServingStatus::Serving } else { ServingStatus::NotServing };
         for service in READINESS {
             reporter.set_service_status(service, status).await;
         }

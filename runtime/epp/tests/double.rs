@@ -6,11 +6,13 @@ use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_client::Ex
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
 use envoy_types::pb::envoy::service::ext_proc::v3::{
-    HttpBody, HttpHeaders, ImmediateResponse, ProcessingRequest, ProcessingResponse,
+    HeaderMutation, HttpBody, HttpHeaders, ImmediateResponse, ProcessingRequest, ProcessingResponse,
 };
 use envoy_types::pb::google::protobuf::value::Kind;
 use envoy_types::pb::google::protobuf::{ListValue, Struct, Value};
-use mixfleet_epp::{EndpointPicker, EndpointPool, PickerListeners, PickerSettings, serve};
+use mixfleet_epp::{
+    EndpointPicker, EndpointPool, OpenPool, OpenedPool, PickerListeners, PickerSettings, serve,
+};
 use mixfleet_hal::outside::{
     EngineAnswer, EngineCall, EngineFault, EngineFaultKind, EngineFuture, EngineKvFeed, EngineModel,
     EngineState, OutsideEngine,
@@ -24,7 +26,7 @@ use mixfleet_runtime::picker::Picker;
 use mixfleet_scheduler::cost::{Coefficients, CostModel, DecodeCoefficients, LinkCost, PrefillCoefficients};
 use mixfleet_scheduler::fleet::{FleetConfig, Role};
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tonic::transport::Channel;
@@ -71,11 +73,19 @@ pub(crate) struct PickerSetup {
     pub(crate) requests_max: usize,
     pub(crate) ttft_slo_s: Option<f64>,
     pub(crate) objectives: &'static str,
+    /// How many of them, the first ones, compute prompts for the others.
+    pub(crate) prefill: usize,
 }
 
 impl PickerSetup {
     pub(crate) fn of(prompt_s: &[f64]) -> Self {
-        PickerSetup { prompt_s: prompt_s.to_vec(), requests_max: 64, ttft_slo_s: None, objectives: "{}" }
+        PickerSetup {
+            prompt_s: prompt_s.to_vec(),
+            requests_max: 64,
+            ttft_slo_s: None,
+            objectives: "{}",
+            prefill: 0,
+        }
     }
 }
 
@@ -86,7 +96,9 @@ pub(crate) struct World {
     pub(crate) placements: Arc<Placements>,
     pub(crate) health: SocketAddr,
     pub(crate) processing: SocketAddr,
-    env: SharedEnv,
+    pub(crate) env: SharedEnv,
+    /// Endpoints that were opened for a source of pools, as engines, in order.
+    opened: Arc<Mutex<Vec<String>>>,
 }
 
 impl World {
@@ -100,7 +112,7 @@ impl World {
         let health = listeners.health.local_addr().expect("it is bound");
         tokio::spawn(serve(picker.clone(), listeners, std::future::pending()));
         let (metrics, placements) = (Metrics::new(), Arc::new(Placements::new(64)));
-        World { picker, metrics, placements, health, processing, env }
+        World { picker, metrics, placements, health, processing, env, opened: Arc::default() }
     }
 
     /// With a pool of these endpoints.
@@ -111,26 +123,42 @@ impl World {
     }
 
     pub(crate) async fn take(&self, setup: PickerSetup) {
-        let PickerSetup { prompt_s, requests_max, ttft_slo_s, objectives } = setup;
+        let PickerSetup { prompt_s, requests_max, ttft_slo_s, objectives, prefill } = setup;
         let entry = |at: usize| format!("{{name: e{at}, address: 10.0.0.{}, port: '8000'}}", at + 1);
         let entries: Vec<String> = (0..prompt_s.len()).map(entry).collect();
         let text = format!("endpoints: [{}]\nobjectives: {objectives}\n", entries.join(", "));
         let pool = EndpointPool::read(&text).expect("a pool");
-        let default = EngineConfig::default();
         let ttft_slo = ttft_slo_s.map(mixfleet_hal::units::Seconds);
-        let fleet = FleetConfig { requests_max, ttft_slo, ..default.fleet };
-        let parts = GatewayParts {
-            env: self.env.clone(),
-            name: None,
-            limits: EngineConfig { fleet, ..default },
-            events: None,
-            placements: self.placements.clone(),
-            metrics: self.metrics.clone(),
-            canaries: None,
+        let parts = self.parts(FleetConfig { requests_max, ttft_slo, ..EngineConfig::default().fleet });
+        let endpoint = |(at, s): (usize, &f64)| {
+            let role = if at < prefill { Role::Prefill } else { Role::Auto };
+            EngineSpec { role, takes_kv: prefill > 0, ..spec(format!("e{at}"), *s) }
         };
-        let gateway = parts.start(prompt_s.iter().enumerate().map(|(at, s)| spec(at, *s)).collect()).await;
+        let gateway = parts.start(prompt_s.iter().enumerate().map(endpoint).collect()).await;
         let picker = Picker::new(gateway, self.env.clone(), self.metrics.clone(), self.placements.clone());
         self.picker.take_pool(picker, &pool);
+    }
+
+    fn parts(&self, fleet: FleetConfig) -> GatewayParts {
+        parts(&self.env, &self.placements, &self.metrics, fleet)
+    }
+
+    /// Opens the endpoints of a source of pools as ones that are only probed.
+    pub(crate) fn opener(&self) -> OpenPool {
+        let (env, placements) = (self.env.clone(), self.placements.clone());
+        let (metrics, opened) = (self.metrics.clone(), self.opened.clone());
+        Arc::new(move |pool| {
+            let engines = pool.endpoints.iter().map(|one| spec(one.address.to_string(), 0.1)).collect();
+            let names = pool.endpoints.iter().map(|one| one.engine.clone());
+            opened.lock().expect("no panic before").extend(names);
+            let parts = parts(&env, &placements, &metrics, EngineConfig::default().fleet);
+            Ok(OpenedPool { parts, engines })
+        })
+    }
+
+    /// The endpoints that were opened for a source of pools.
+    pub(crate) fn opened(&self) -> Vec<String> {
+        self.opened.lock().expect("no panic before").clone()
     }
 
     /// A connection to the picker.
@@ -145,17 +173,35 @@ impl World {
     }
 }
 
-fn spec(at: usize, prompt_s: f64) -> EngineSpec {
+fn parts(
+    env: &SharedEnv,
+    placements: &Arc<Placements>,
+    metrics: &Metrics,
+    fleet: FleetConfig,
+) -> GatewayParts {
+    GatewayParts {
+        env: env.clone(),
+        name: None,
+        limits: EngineConfig { fleet, ..EngineConfig::default() },
+        events: None,
+        placements: placements.clone(),
+        metrics: metrics.clone(),
+        canaries: None,
+    }
+}
+
+fn spec(name: String, prompt_s: f64) -> EngineSpec {
     let cost = CostModel::Coefficients(Coefficients {
         prefill_s: PrefillCoefficients { overhead: prompt_s, per_token: 1e-6, per_token_squared: 0.0 },
         decode_s: DecodeCoefficients { base: 0.01, per_sequence: 0.001, per_kv_token: 0.0 },
     });
     EngineSpec {
-        engine: Arc::new(Probed(format!("e{at}"))),
+        engine: Arc::new(Probed(name)),
         model: None,
         price: None,
         cost: Some(cost),
         role: Role::Auto,
+        takes_kv: false,
         nic: LinkCost::default(),
         kv_bytes_per_token: Some(1000),
     }
@@ -264,13 +310,26 @@ pub(crate) fn served(address: &str) -> Metadata {
     metadata("envoy.lb", "x-gateway-destination-endpoint-served", kind)
 }
 
+fn mutation(answer: &Response) -> &HeaderMutation {
+    let Response::RequestHeaders(headers) = answer else { panic!("no destination: {answer:?}") };
+    headers.response.as_ref().unwrap().header_mutation.as_ref().unwrap()
+}
+
+/// A header that an answer to request headers sets.
+pub(crate) fn set_header(answer: &Response, name: &str) -> Option<String> {
+    let header = mutation(answer).set_headers.iter().filter_map(|option| option.header.as_ref());
+    let mut named = header.filter(|header| header.key == name);
+    Some(String::from_utf8(named.next()?.raw_value.clone()).unwrap())
+}
+
+/// The headers that an answer to request headers removes.
+pub(crate) fn removed(answer: &Response) -> Vec<String> {
+    mutation(answer).remove_headers.clone()
+}
+
 /// The destinations that an answer to request headers sets.
 pub(crate) fn destinations(answer: &Response) -> String {
-    let Response::RequestHeaders(headers) = answer else { panic!("no destination: {answer:?}") };
-    let set = &headers.response.as_ref().unwrap().header_mutation.as_ref().unwrap().set_headers;
-    let header = set.iter().filter_map(|option| option.header.as_ref());
-    let mut named = header.filter(|header| header.key == "x-gateway-destination-endpoint");
-    String::from_utf8(named.next().expect("a destination").raw_value.clone()).unwrap()
+    set_header(answer, "x-gateway-destination-endpoint").expect("a destination")
 }
 
 /// What a request was answered in place of an endpoint.

@@ -161,6 +161,37 @@ async fn who_really_served_is_counted_and_explained() {
 }
 
 #[tokio::test]
+async fn a_prompt_is_computed_elsewhere_where_that_is_worth_it() {
+    const PREFILLER: &str = "x-prefiller-host-port";
+    let world = World::new(PickerSetup { prefill: 1, ..PickerSetup::of(&[0.1, 5.0, 6.0]) }).await;
+    let mut proxy = world.proxy().await;
+    let (mut passing, answer) = proxy.asked(&HEADERS, None).await;
+    let prefiller = set_header(&answer, PREFILLER);
+    assert_eq!((destinations(&answer), prefiller), ([1, 2].map(address).join(","), Some(address(0))));
+    let explanation = world.placements.explain("r1", |_| true).unwrap();
+    let candidates = explanation["candidates"].as_array().unwrap();
+    let chosen = candidates.iter().find(|one| one["outcome"]["outcome"] == "chosen").unwrap();
+    assert_eq!((&chosen["prefill_device"], &chosen["decode_device"]), (&"e0".into(), &"e1".into()));
+    // the destination answers, and the pair's places are free again
+    passing.passed().await;
+    let answered = [(":status", "200"), ("content-type", "text/event-stream")];
+    passing.send(Request::ResponseHeaders(message_headers(&answered, false)), Some(served(&address(1))));
+    passing.answer().await;
+    let event =
+        b"data: {\"choices\":[{\"index\":0,\"text\":\"a\",\"finish_reason\":\"stop\"}]}\n\ndata: [DONE]\n\n";
+    passing.send(Request::ResponseBody(piece(event, true)), None);
+    passing.passed().await;
+    let success = "mixfleet_requests_total{endpoint=\"completions\",outcome=\"success\"} 1";
+    assert!(world.counts(success), "{}", world.metrics.encode());
+    // one endpoint does all of it, whatever the client says
+    let world = World::new(PickerSetup { prefill: 1, ..PickerSetup::of(&[5.0, 0.1]) }).await;
+    let named = [&HEADERS[..], &[(PREFILLER, "10.9.9.9:1")]].concat();
+    let (_passing, answer) = world.proxy().await.asked(&named, None).await;
+    assert_eq!((destinations(&answer), set_header(&answer, PREFILLER)), (address(1), None));
+    assert_eq!(removed(&answer), [PREFILLER]);
+}
+
+#[tokio::test]
 async fn a_request_without_a_body_or_with_trailers_is_placed() {
     let world = World::new(PickerSetup::of(&[0.1])).await;
     let mut proxy = world.proxy().await;

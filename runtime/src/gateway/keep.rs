@@ -148,7 +148,7 @@ impl Gateway {
             price: spec.price,
             kv_capacity_tokens: told.kv_tokens.unwrap_or(u64::from(context) * u64::from(sequences)),
             // one with a role is taken at its operator's word
-            nic: (told.hands_off || spec.role != Role::Auto).then_some(spec.nic),
+            nic: (told.hands_off || spec.takes_kv || spec.role != Role::Auto).then_some(spec.nic),
             kv_block_tokens: block_tokens,
             kv_dtype: KV_DTYPE,
             prefill_tokens_beside_decode_max: None,

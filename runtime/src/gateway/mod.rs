@@ -103,6 +103,8 @@ pub struct EngineSpec {
     pub cost: Option<CostModel>,
     /// Whether it computes prompts, generates, or both.
     pub role: Role,
+    /// Whether it takes over KV although it computes prompts too.
+    pub takes_kv: bool,
     /// The KV link out of it, or into it.
     pub nic: LinkCost,
     /// KV bytes of a token, where the model's shape is known.

@@ -240,6 +240,7 @@ pub(super) fn spec(engine: Arc<dyn OutsideEngine>, role: Role) -> EngineSpec {
         price: None,
         cost: Some(cost),
         role,
+        takes_kv: false,
         nic: LinkCost { seconds_per_byte: 1e-9, ..LinkCost::default() },
         kv_bytes_per_token: Some(1000),
     }
