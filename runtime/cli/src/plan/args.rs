@@ -2,7 +2,7 @@
 
 use crate::numbers::{per_second, positive, seconds, share, share_or_percent};
 use crate::trace_file::ReplayArgs;
-use clap::Args;
+use clap::{Args, ValueEnum};
 use mixfleet_hal::{DType, StoredAs};
 use mixfleet_scheduler::engines::{self, KnownEngine};
 use mixfleet_sim::fleet_file::InstancePool;
@@ -101,9 +101,12 @@ pub(crate) struct PlanArgs {
     /// End the simulations after this time
     #[arg(long, value_name = "S", default_value_t = 60.0, value_parser = seconds)]
     pub(super) budget_s: f64,
-    /// Write FLEET.toml and the deployment files to this directory
+    /// Write FLEET.toml and the deployment files to this directory (docs/reference/plan.md)
     #[arg(long, value_name = "DIR")]
     pub(super) out: Option<PathBuf>,
+    /// What runs the planned instances
+    #[arg(long = "for", value_name = "TARGET", requires = "out", value_enum, hide = true)]
+    pub(super) target: Option<DeployTarget>,
     /// Write the plan as an HTML page
     #[arg(long, value_name = "FILE")]
     pub(super) html: Option<PathBuf>,
@@ -144,5 +147,25 @@ impl PlanArgs {
             }
         }
         if stored.is_empty() { vec![StoredAs::Plain(DType::Bf16)] } else { stored }
+    }
+}
+
+/// What runs the planned instances.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum DeployTarget {
+    Mixfleet,
+    Vllm,
+    Llmd,
+    Dynamo,
+    Kserve,
+}
+
+impl DeployTarget {
+    /// The engine of its instances.
+    pub(super) fn engine(self) -> &'static str {
+        match self {
+            DeployTarget::Mixfleet => engines::OURS,
+            DeployTarget::Vllm | DeployTarget::Llmd | DeployTarget::Dynamo | DeployTarget::Kserve => "vllm",
+        }
     }
 }

@@ -4,8 +4,11 @@ mod instances;
 mod own;
 #[cfg(test)]
 mod rows_tests;
+#[cfg(test)]
+mod targets_tests;
 mod vllm;
 
+use super::args::DeployTarget;
 use super::render::Planned;
 use crate::screen::word;
 use mixfleet_planner::found::ProvenFleet;
@@ -22,16 +25,25 @@ type StartFile = (&'static str, Result<String, String>);
 /// Writes the files that start `fleet` into `directory`, and returns a description, or why there are none.
 pub(super) fn write(planned: &Planned<'_>, fleet: &ProvenFleet, directory: &Path) -> std::io::Result<String> {
     let (header, router) = (header(planned, fleet), router_flags(planned, fleet));
-    let files: [StartFile; 3] = match planned.args.engine.name {
-        "vllm" => VllmFleet {
-            parts: &planned.offers.parts,
-            pools: &fleet.pools,
-            model: planned.model,
-            stored: fleet.stored,
-            header,
-            gateway: router,
+    let files = match planned.args.engine.name {
+        "vllm" => {
+            let fleet = VllmFleet {
+                parts: &planned.offers.parts,
+                pools: &fleet.pools,
+                model: planned.model,
+                stored: fleet.stored,
+                header,
+                gateway: router,
+                objectives: [planned.args.ttft, planned.args.tbt],
+                tokens_per_s: planned.load.mean_tokens.map(|tokens| tokens * planned.load.rate),
+            };
+            match planned.args.target.unwrap_or(DeployTarget::Vllm) {
+                DeployTarget::Dynamo => fleet.dynamo_files(),
+                DeployTarget::Kserve => fleet.kserve_files(),
+                DeployTarget::Llmd => fleet.llmd_files(),
+                DeployTarget::Mixfleet | DeployTarget::Vllm => fleet.files(),
+            }
         }
-        .files(),
         engines::OURS => OwnFleet {
             parts: &planned.offers.parts,
             pools: &fleet.pools,

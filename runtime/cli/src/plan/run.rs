@@ -38,6 +38,11 @@ pub(super) struct ModelWanted {
 impl ModelWanted {
     /// The requested models.
     fn read(args: &PlanArgs) -> Result<Vec<Self>> {
+        if let Some(target) = args.target.filter(|target| target.engine() != args.engine.name) {
+            let (needed, given) = (target.engine(), args.engine.name);
+            let message = format!("--for: its instances run --engine {needed}, and the plan is for {given}");
+            return Err(UsageError(message).into());
+        }
         let sources = PlanLoadSource::of(args)?;
         let mut wanted = Vec::new();
         for (name, source) in args.model.iter().zip(sources) {

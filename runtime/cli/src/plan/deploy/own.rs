@@ -76,8 +76,12 @@ impl Hosts {
 
 impl OwnFleet<'_> {
     /// What starts it.
-    pub(super) fn files(&self) -> [StartFile; 3] {
-        [("mixfleet.sh", self.lines()), ("compose.yaml", self.compose()), ("workers.yaml", self.kubernetes())]
+    pub(super) fn files(&self) -> Vec<StartFile> {
+        vec![
+            ("mixfleet.sh", self.lines()),
+            ("compose.yaml", self.compose()),
+            ("workers.yaml", self.kubernetes()),
+        ]
     }
 
     /// The pools whose instances are in one process: all if devices run attention for another pool, else each

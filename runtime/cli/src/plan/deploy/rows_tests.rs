@@ -135,7 +135,7 @@ fn all_that_is_planned_for_mixfleet_is_written_as_commands_that_it_reads() {
             header: "a plan".into(),
             router: ["--ttft-slo", "5", "--policy", "cache-aware"].map(String::from).to_vec(),
         };
-        let [(_, lines), (_, compose), (_, pods)] = fleet.files();
+        let [(_, lines), (_, compose), (_, pods)] = fleet.files().try_into().unwrap();
         let lines = lines.unwrap_or_else(|why| panic!("{said}: {why}"));
         let commands: Vec<Vec<String>> =
             lines.lines().filter(|line| line.starts_with("mixfleet ")).map(words).collect();
@@ -196,6 +196,33 @@ fn all_parts_that_nobody_must_name_have_a_backend() {
     assert_eq!(known.filter(|part| backend(part.vendor).is_none()).count(), 0);
 }
 
+/// What other projects run is written for the same pools.
+fn check_targets(fleet: &VllmFleet<'_>, said: &str) {
+    let count = fleet.pools.len();
+    let of = |files: Vec<(&str, Result<String, String>)>, name: &str| {
+        files.into_iter().find(|(of, _)| *of == name).unwrap().1
+    };
+    let pods = of(fleet.llmd_files(), "engines.yaml").unwrap();
+    assert_eq!(pods.matches("kind: Deployment").count(), count, "{said}");
+    for line in pods.lines().filter_map(|line| line.trim().strip_prefix("mixfleet.dev/")) {
+        let value = line.split_once(": ").unwrap().1.trim_matches('"');
+        let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        assert!(value.len() <= 63 && value.chars().all(is_allowed), "{said}: {line} is no label");
+    }
+    let graphs = of(fleet.dynamo_files(), "dynamo.yaml").unwrap();
+    assert_eq!(graphs.matches("kind: DynamoGraphDeployment").count(), count + 1, "{said}");
+    match of(fleet.dynamo_files(), "global-router.json") {
+        Ok(grid) => assert!(grid.contains("pool_mapping"), "{grid}"),
+        Err(why) => {
+            assert!(why.contains("not predicted") || why.contains("all requests or none"), "{said}: {why}")
+        }
+    }
+    match of(fleet.kserve_files(), "llm-inference-services.yaml") {
+        Ok(services) => assert!(services.contains("kind: LLMInferenceService"), "{services}"),
+        Err(why) => assert!(why.contains("one pool for prompts"), "{said}: {why}"),
+    }
+}
+
 #[test]
 fn nothing_is_planned_for_other_engines_that_only_ours_runs() {
     for (engine, models) in [("vllm", &MODELS[..2]), ("sglang", &MODELS[..1]), ("tensorrt-llm", &MODELS[..1])]
@@ -216,13 +243,18 @@ fn nothing_is_planned_for_other_engines_that_only_ours_runs() {
                 stored: row.fleet.stored,
                 header: "a plan".into(),
                 gateway: Vec::new(),
+                objectives: [5.0, 0.15],
+                tokens_per_s: [18_000.0, 900.0],
             };
-            let [(_, lines), (_, compose), (_, pods)] = fleet.files();
+            let [(_, lines), (_, compose), (_, pods)] = fleet.files().try_into().unwrap();
             let instances: u32 = pools.iter().map(|pool| pool.count).sum();
             assert_eq!(lines.unwrap().matches("--worker-engine").count() as u32, instances, "{said}");
             let on_one = row.devices_max() <= 8;
             assert_eq!(compose.is_ok(), on_one && row.regions() == 1, "{said}: {compose:?}");
             assert_eq!(pods.is_ok(), on_one, "{said}: {pods:?}");
+            if on_one {
+                check_targets(&fleet, said);
+            }
         });
         assert!(rows > 10, "{engine}: {rows}");
     }

@@ -1,6 +1,9 @@
 //! A planned fleet of vLLM behind `mixfleet serve`: launch lines, Compose, Kubernetes.
 
+mod dynamo;
+mod kserve;
 mod kubernetes;
+mod llmd;
 
 use super::StartFile;
 use super::instances::{HOST_DEVICES_MAX, backend, pool_name, quoted};
@@ -43,6 +46,10 @@ pub(super) struct VllmFleet<'a> {
     pub(super) header: String,
     /// The objectives and the policy, as `serve` takes them.
     pub(super) gateway: Vec<String>,
+    /// Seconds to the first token and between tokens.
+    pub(super) objectives: [f64; 2],
+    /// Planned prompt tokens and tokens of answers a second.
+    pub(super) tokens_per_s: [f64; 2],
 }
 
 /// Where an instance is reached.
@@ -61,8 +68,12 @@ impl EngineAt {
 
 impl VllmFleet<'_> {
     /// What starts it.
-    pub(super) fn files(&self) -> [StartFile; 3] {
-        [("vllm.sh", Ok(self.lines())), ("compose.yaml", self.compose()), ("engines.yaml", self.kubernetes())]
+    pub(super) fn files(&self) -> Vec<StartFile> {
+        vec![
+            ("vllm.sh", Ok(self.lines())),
+            ("compose.yaml", self.compose()),
+            ("engines.yaml", self.kubernetes()),
+        ]
     }
 
     /// The lines that start vLLM with the same split, one for each instance of a pool, and what stands

@@ -10,7 +10,7 @@ use std::fmt::Write as _;
 /// The router of Kubernetes, which the gateway is made after.
 const ROUTER: &str = include_str!("router.yaml");
 /// The port of an instance's API; the others follow it as they do on one machine.
-const PORT: u32 = 8000;
+pub(super) const PORT: u32 = 8000;
 
 /// What reaches pods by their names, and lets only the gateway and each other do so.
 const ENGINES: &str = "---
@@ -61,7 +61,18 @@ pub(super) fn write(fleet: &VllmFleet<'_>) -> Result<String, String> {
             let at = EngineAt { host: format!("{name}-{number}.mixfleet-engines"), port: PORT };
             arguments.extend(fleet.worker_engine(pool, &known, &at));
         }
-        sets.push_str(&set(fleet, pool, &name)?);
+        sets.push_str(&pods(
+            fleet,
+            pool,
+            &PodSet {
+                kind: "StatefulSet",
+                name: &name,
+                spec: "  serviceName: mixfleet-engines\n  podManagementPolicy: Parallel\n",
+                labels: &[],
+                port: PORT,
+                beside: "",
+            },
+        )?);
     }
     arguments.extend(["--listen".into(), "0.0.0.0:8000".into(), "--json".into()]);
     text.push_str(&gateway(&arguments)?);
@@ -96,50 +107,67 @@ fn gateway(arguments: &[String]) -> Result<String, String> {
     Ok(text.replace("- name: router\n", "- name: gateway\n"))
 }
 
-/// The pods of a pool, whose names their numbers are part of.
+/// A set of pods with one instance of a pool each.
+pub(super) struct PodSet<'a> {
+    pub(super) kind: &'a str,
+    pub(super) name: &'a str,
+    /// Lines of its specification.
+    pub(super) spec: &'a str,
+    /// Labels of its pods besides those that its selector has.
+    pub(super) labels: &'a [(&'a str, String)],
+    /// The engine's port.
+    pub(super) port: u32,
+    /// Lines for containers that run beside the engine.
+    pub(super) beside: &'a str,
+}
+
+/// Labels by which a set selects the pods of a pool.
+fn selected(fleet: &VllmFleet<'_>, pool: &PlannedPool) -> Vec<(&'static str, String)> {
+    vec![
+        ("app.kubernetes.io/name", "mixfleet".into()),
+        ("app.kubernetes.io/component", "engine".into()),
+        ("mixfleet/part", fleet.parts[pool.part].word()),
+        ("mixfleet/role", role_of(pool.duty).into()),
+        ("mixfleet/devices", sharing_word(fleet.parts, pool).unwrap_or_else(|| "one".into())),
+    ]
+}
+
+/// The pods of a pool.
 #[expect(clippy::too_many_lines, reason = "one document, written out")]
-fn set(fleet: &VllmFleet<'_>, pool: &PlannedPool, name: &str) -> Result<String, String> {
+pub(super) fn pods(fleet: &VllmFleet<'_>, pool: &PlannedPool, set: &PodSet<'_>) -> Result<String, String> {
     let part = &fleet.parts[pool.part];
     let image = image(part.part.vendor)?;
-    let (devices, role, word) = (pool.layout.devices, role_of(pool.duty), part.word());
-    let sharing = sharing_word(fleet.parts, pool).unwrap_or_else(|| "one".into());
-    let labels = |indent: &str| {
-        let all = [
-            ("app.kubernetes.io/name", "mixfleet"),
-            ("app.kubernetes.io/component", "engine"),
-            ("mixfleet/part", &word),
-            ("mixfleet/role", role),
-            ("mixfleet/devices", &sharing),
-        ];
-        all.map(|(key, value)| format!("{indent}{key}: {value}\n")).concat()
+    let (devices, word) = (pool.layout.devices, part.word());
+    let &PodSet { kind, name, spec, labels: further, port, beside } = set;
+    let selected = selected(fleet, pool);
+    let labels = |all: &[(&str, String)], indent: &str| -> String {
+        all.iter().map(|(key, value)| format!("{indent}{key}: {value}\n")).collect()
     };
-    let command = fleet.command(pool, "0.0.0.0", PORT);
+    let command = fleet.command(pool, "0.0.0.0", port);
     let arguments: String = command.iter().map(|word| format!("            - {}\n", json!(word))).collect();
     let mut text = String::new();
     let _ = write!(
         text,
         "---
 apiVersion: apps/v1
-kind: StatefulSet
+kind: {kind}
 metadata:
   name: {name}
 spec:
-  serviceName: mixfleet-engines
-  replicas: {}
-  podManagementPolicy: Parallel
+{spec}  replicas: {}
   selector:
     matchLabels:
 {}  template:
     metadata:
       labels:
-{}    spec:
+{}{}    spec:
       nodeSelector:
         mixfleet/part: {word}
       tolerations:
         - key: {resource}
           operator: Exists
           effect: NoSchedule
-      containers:
+{beside}      containers:
         - name: vllm
           image: {}
           command: [vllm, serve]
@@ -153,7 +181,7 @@ spec:
               value: \"{}\"
           ports:
             - name: http
-              containerPort: {PORT}
+              containerPort: {port}
           # Weights are read first, which may take long.
           startupProbe:
             httpGet:
@@ -189,10 +217,11 @@ spec:
             sizeLimit: 16Gi
 ",
         pool.count,
-        labels("      "),
-        labels("        "),
+        labels(&selected, "      "),
+        labels(&selected, "        "),
+        labels(further, "        "),
         image.name(),
-        PORT + 1,
+        port + 1,
         resource = image.resource,
     );
     Ok(text)
