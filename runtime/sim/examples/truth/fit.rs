@@ -1,5 +1,6 @@
 //! Fits what engines add to their kernels, with every group of runs left out in turn.
 
+use crate::published::Published;
 use crate::runs::{Group, Run, mean};
 use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::profile::DeviceProfile;
@@ -63,6 +64,18 @@ pub(crate) fn cost(run: &Run, engine: EngineCost) -> CostModel {
     let part = part(run);
     let profile = part.best_profile();
     on(run, profile, engine)
+}
+
+/// The same for a published load, on the devices of one stage.
+pub(crate) fn cost_of(figure: &Published, engine: EngineCost) -> CostModel {
+    let mut shape = figure.model.shape_as(figure.stored).with_kv(figure.kv);
+    if figure.experts_by_member && figure.tensor > 1 {
+        shape = shape.with_experts_by_member(0.0).unwrap_or(shape);
+    }
+    let (profile, all_reduce) = (figure.part.best_profile(), AllReduce::of(figure.part, figure.tensor));
+    let chunk_tokens = figure.engine.step_tokens;
+    let shape = shape.on(&profile);
+    CostModel::Profile(Box::new(ProfileCost { profile, shape, chunk_tokens, all_reduce, engine })).compiled()
 }
 
 fn part(run: &Run) -> &'static Part {

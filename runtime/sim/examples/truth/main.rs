@@ -1,14 +1,17 @@
-//! Measures how far predictions of whole engines are off, on published runs: every group of runs (model,
-//! part, engine) is held out of the fit that predicts it. `cargo run --release -p mixfleet-sim --example
-//! truth [-- [--check] [WORDS]]`; with `--check`, exits with 1 if the scheduler's engine profiles differ from
-//! those fitted to all runs; with WORDS, predicts only the groups whose names contain them.
+//! Measures how far predictions of whole engines are off, on published runs and figures: each is predicted by
+//! a fit that has seen no run on its part. `cargo run --release -p mixfleet-sim --example truth [-- [--check]
+//! [WORDS]]`; with `--check`, exits with 1 if the scheduler's engine profiles differ from those fitted to all
+//! runs; with WORDS, predicts only the groups and figures whose names contain them. `TRUTH_EVERY=5` predicts
+//! every fifth run of a group, `TRUTH_RUNS=1` lists each.
 
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "it prints tables")]
 
 mod fit;
 mod points;
 mod predict;
+mod published;
 mod report;
+mod rows;
 mod runs;
 
 use fit::{Costs, Terms};
@@ -20,6 +23,8 @@ use std::path::Path;
 use std::process::ExitCode;
 
 const RUNS: &str = "../shared/data/measured/e2e-silicon-dev.csv.zst";
+const PAGES: &str = "../shared/data/measured/e2e-public-dev.csv";
+const MLPERF: &str = "../shared/data/measured/mlperf-inference-v6.0-dev.csv";
 
 fn main() -> ExitCode {
     let (mut check, mut words) = (false, String::new());
@@ -62,7 +67,7 @@ fn truth(check: bool, words: &str) -> Result<bool, String> {
         of.iter().for_each(|(run, _)| groups.entry(run.group()).or_default().push(run));
         for (group, members) in groups.into_iter().filter(|(group, _)| group.to_string().contains(words)) {
             let rest: Vec<_> =
-                of.iter().copied().filter(|(run, _)| run.is_usable() && run.group() != group).collect();
+                of.iter().copied().filter(|(run, _)| run.is_usable() && run.part != group.part).collect();
             report.group(&group, &members, fit::fit(&rest))?;
         }
         let all: Vec<_> = of.iter().copied().filter(|(run, _)| run.is_usable()).collect();
@@ -78,6 +83,15 @@ fn truth(check: bool, words: &str) -> Result<bool, String> {
     }
     report.end();
     report::split(&split, words)?;
+    for set in [published::pages(Path::new(PAGES))?, published::mlperf(Path::new(MLPERF))?] {
+        report.published(&set, words, |figure| {
+            let of = terms.iter().filter(|(run, _)| run.engine == figure.engine && run.is_usable());
+            let rest: Vec<_> = of.filter(|(run, _)| run.part != figure.part.id).collect();
+            let seen = terms.iter().any(|(run, _)| run.part == figure.part.id);
+            seen.then(|| fit::fit(&rest.iter().map(|(run, terms)| (*run, terms)).collect::<Vec<_>>()))
+        })?;
+    }
+    report.rows.print();
     points::print()?;
     Ok(same || !check)
 }

@@ -1,7 +1,9 @@
 //! How far predictions of groups of runs are off.
 
 use crate::fit::{self, Costs, Terms};
-use crate::predict::{Predicted, predict, predict_split, tokens_per_s};
+use crate::predict::{Predicted, predict, predict_published, predict_split, tokens_per_s};
+use crate::published::{Published, Set};
+use crate::rows::{Compared, Rows, classes};
 use crate::runs::{Group, Run, SplitRun};
 use mixfleet_scheduler::cost::{CostModel, EngineCost};
 use std::collections::BTreeMap;
@@ -54,6 +56,7 @@ pub(crate) struct Report {
     /// Of dense models on the H100 and the H200, on other parts, and in 4 bits; of mixtures of experts.
     sums: [Errors; 4],
     best: Option<Costs>,
+    pub(crate) rows: Rows,
 }
 
 impl Report {
@@ -76,7 +79,8 @@ impl Report {
         let best = self.best.get_or_insert_with(Costs::at_best);
         let (mut costs, mut seen) =
             (BTreeMap::<String, CostModel>::new(), BTreeMap::<String, Predicted>::new());
-        for run in members {
+        let every = std::env::var("TRUTH_EVERY").ok().and_then(|text| text.parse().ok()).unwrap_or(1);
+        for run in members.iter().step_by(every.max(1)) {
             let split = format!("{} {} {}", run.devices, run.stored, run.kv.name());
             let load = format!("{split} {:?} {:?} {}", run.prompt, run.answer, run.clients);
             let cost = costs.entry(split).or_insert_with(|| fit::cost(run, fitted));
@@ -96,6 +100,7 @@ impl Report {
             let is_possible = least_s <= POSSIBLE * run.tpot_s;
             if is_possible {
                 possible.add(tpot, rate, stated);
+                self.rows.of_run(run, tpot, rate, got.likely_error);
             }
             if verbose {
                 let ms = |s: f64| 1e3 * s;
@@ -122,6 +127,52 @@ impl Report {
             (false, true) => usize::from(!is_hopper),
         };
         self.sums[sum].join(&possible);
+        Ok(())
+    }
+
+    /// Predicts a set of figures, each with the engine that `fitted` gives for its part, if that was seen.
+    pub(crate) fn published(
+        &mut self,
+        set: &Set,
+        words: &str,
+        fitted: impl Fn(&Published) -> Option<EngineCost>,
+    ) -> Result<(), String> {
+        let mut skipped = set.skipped.clone();
+        for figure in set.figures.iter().filter(|figure| figure.name.contains(words)) {
+            let got = match predict_published(figure, fitted(figure)) {
+                Ok(got) => got,
+                Err(error) => {
+                    *skipped.entry(error).or_default() += 1;
+                    continue;
+                }
+            };
+            let Published { part, engine, model, stored, name, .. } = figure;
+            for ((what, measured), predicted) in figure.measured.iter().zip(&got.figures) {
+                let ratio = predicted / measured;
+                let off = if what.is_time_of_rate() { 1.0 / ratio } else { ratio } - 1.0;
+                if std::env::var_os("TRUTH_RUNS").is_some() {
+                    eprintln!(
+                        "{} {name} {} {} {}: {what:?} {measured:.4} {predicted:.4} {off:+.3}",
+                        figure.set,
+                        part.id,
+                        engine.name,
+                        stored.name()
+                    );
+                }
+                self.rows.0.push(Compared {
+                    set: figure.set,
+                    part: part.id,
+                    engine: engine.name,
+                    classes: classes(model, *stored, part),
+                    is_tpot: what.is_tpot(),
+                    off,
+                    stated: got.likely_error,
+                });
+            }
+        }
+        for (why, count) in skipped {
+            println!("{count} skipped: {why}");
+        }
         Ok(())
     }
 
