@@ -13,6 +13,9 @@ use std::path::Path;
 const COLUMNS: &str = "device_id, price_hourly and/or spot_hourly; optional: gpu_count, cloud, region, \
                        instance, tier, date, source";
 
+/// Rents of machines that can be meant, in $/h.
+const PRICES: std::ops::RangeInclusive<f64> = 1e-4..=1e5;
+
 /// Age in days beyond which a price is marked as old.
 pub(crate) const OLD_DAYS: i64 = 120;
 
@@ -42,13 +45,10 @@ pub(crate) struct PriceList {
 }
 
 impl PriceList {
-    /// Warnings about rows without effect: a file without offers, and rows whose device is neither a part of
+    /// Warnings about rows without effect, those whose device is neither a part of
     /// the catalog nor one of `others`. A device is reported once, with its first line.
     pub(crate) fn warnings(&self, others: &[&str]) -> Vec<String> {
         let file = &self.file;
-        if self.rows.is_empty() && !file.is_empty() {
-            return vec![format!("{file}: no offers below the header; the built-in prices count")];
-        }
         let known = |name: &str| {
             catalog::part(name).is_some_and(|part| part.id.eq_ignore_ascii_case(name))
                 || others.iter().any(|other| other.eq_ignore_ascii_case(name))
@@ -105,6 +105,11 @@ fn parse(file: &str, bytes: &[u8]) -> Result<PriceList> {
             list.rows.push((line, row.text("device_id").to_owned()));
         }
         list.offers.extend(offers);
+    }
+    if list.offers.is_empty() {
+        return Err(anyhow!(
+            "{file}: no offers below the header; add a row, or leave the file away for the built-in prices"
+        ));
     }
     Ok(list)
 }
@@ -203,7 +208,10 @@ impl PriceRow<'_> {
             return Ok(None);
         }
         match text.parse::<f64>() {
-            Ok(price) if price.is_finite() && price > 0.0 => Ok(Some(price)),
+            Ok(price) if PRICES.contains(&price) => Ok(Some(price)),
+            Ok(price) if price.is_finite() && price > 0.0 => {
+                Err(self.error(column, &format!("'{text}' is no rent; write $/h between 0.0001 and 100,000")))
+            }
             _ => Err(self.error(column, &format!("'{text}' is not a price; write $/h as in 2.69"))),
         }
     }
@@ -279,6 +287,8 @@ mod tests {
                 "offers.csv:2: column price_hourly: 'cheap' is not a price; write $/h as in 2.69",
             ),
             ("L4,1,-1,", "column price_hourly: '-1'"),
+            ("L4,1,2.69e9,", "offers.csv:2: column price_hourly: '2.69e9' is no rent"),
+            ("L4,1,1e-9,", "column price_hourly: '1e-9' is no rent"),
             ("L4,1,NaN,", "column price_hourly: 'NaN'"),
             ("L4,0,1,", "column gpu_count: '0'"),
             ("L4,1,,", "fill in price_hourly"),
@@ -313,7 +323,8 @@ mod tests {
             "{told:?}"
         );
         assert!(told[0].ends_with("closest: RTX-4090"), "{told:?}");
-        assert!(warnings("", &[])[0].contains("no offers below the header"));
+        let empty = parse("offers.csv", b"device_id,price_hourly,date\n").unwrap_err().to_string();
+        assert!(empty.contains("no offers below the header"), "{empty}");
         assert_eq!(warnings("L4,\"1\",\n", &[]), Vec::<String>::new());
         assert_eq!(PriceList::default().warnings(&[]), Vec::<String>::new());
     }
