@@ -66,6 +66,8 @@ fn key(sig: OpSig) -> OpSig {
         OpSig::Embed { tokens, hidden, table, out, .. } => {
             OpSig::Embed { tokens, vocab: 0, hidden, table, out }
         }
+        // so are soft caps
+        OpSig::SoftCap { elements, .. } => OpSig::SoftCap { elements, cap: Scalar(1.0) },
         // what rows are multiplied by is the model's
         OpSig::Fill { bytes, .. } => OpSig::Fill { bytes, word: 0 },
         sig => sig,
