@@ -567,7 +567,7 @@ fn soft_caps_of_gemma_2_have_defaults_and_may_be_absent() {
         (scales.score_cap, scales.logit_cap)
     };
     let mut gemma = styled("gemma2");
-    assert_eq!(caps(gemma.clone()), (Some(0.5), Some(1.5)));
+    assert_eq!(caps(gemma.clone()), (Some(0.5), Some(30.0)));
     assert_eq!(good(gemma.clone()).windows, [Some(5), None, Some(5), None]);
     gemma["attn_logit_softcapping"] = Value::Null;
     gemma.as_object_mut().expect("an object").remove("final_logit_softcapping");

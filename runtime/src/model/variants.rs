@@ -248,7 +248,7 @@ pub fn styled_variants() -> Vec<(&'static str, RandomCheckpoint)> {
             common("gemma2", "Gemma2ForCausalLM"),
             json!({"head_dim": 16, "hidden_act": null, "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": 24, "sliding_window": 5, "attn_logit_softcapping": 0.5,
-            "final_logit_softcapping": 1.5}),
+            "final_logit_softcapping": 30.0}),
             DType::Bf16,
         ),
         (
