@@ -123,8 +123,15 @@ template <int pending> INTRINSIC void copies_wait() { asm volatile("cp.async.wai
 
 // From 9.0 on a kernel may be launched while the one before it ends (programmatic dependent launch): waits until
 // that one is done and its memory is visible, and lets the next one be launched. Uses of the pointer stay behind it.
+// The pointer goes through the address space of the device's memory, or what it points to would be loaded and stored as
+// if it could be shared memory.
 #if __CUDA_ARCH__ >= 900
-#define FOLLOW(p) asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" : "+l"(p) : : "memory")
+template <class T> INTRINSIC T* followed(T* p) {
+    size_t at = __cvta_generic_to_global(p);
+    asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" : "+l"(at) : : "memory");
+    return (T*)__cvta_global_to_generic(at);
+}
+#define FOLLOW(p) p = followed(p)
 #else
 #define FOLLOW(p)
 #endif
