@@ -25,6 +25,7 @@ const REDUCTION_IN_COMPUTE_TYPE: u32 = 2;
 struct MatmulKey {
     shape: (u32, u32, u32),
     dtypes: (DType, DType),
+    out_columns: u32,
     bias: bool,
     accumulate: bool,
     /// Alignment of weight, x and out in bytes, at most 256.
@@ -38,6 +39,7 @@ impl MatmulKey {
         MatmulKey {
             shape: product.shape,
             dtypes: (product.dtype, product.out_dtype),
+            out_columns: product.out_columns,
             bias: product.bias.is_some(),
             accumulate: product.accumulate,
             alignment,
@@ -70,10 +72,10 @@ fn data_type(dtype: DType) -> Result<DataType> {
 struct MatrixLayout(sys::cublasLtMatrixLayout_t);
 
 impl MatrixLayout {
-    /// Creates a layout with `rows` as the leading dimension.
-    fn new(dtype: DType, rows: u32, columns: u32) -> Result<MatrixLayout> {
+    /// Creates a layout whose columns begin `leading` elements apart.
+    fn new(dtype: DType, rows: u32, columns: u32, leading: u32) -> Result<MatrixLayout> {
         let created =
-            result::create_matrix_layout(data_type(dtype)?, rows.into(), columns.into(), rows.into());
+            result::create_matrix_layout(data_type(dtype)?, rows.into(), columns.into(), leading.into());
         created.map(MatrixLayout).map_err(|e| failure("a layout", e))
     }
 }
@@ -184,9 +186,9 @@ impl Blas {
                 .set(Desc::CUBLASLT_MATMUL_DESC_EPILOGUE, &sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS)?;
             description.set(Desc::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
         }
-        let weight = MatrixLayout::new(product.dtype, k, n)?;
-        let x = MatrixLayout::new(product.dtype, k, m)?;
-        let out = MatrixLayout::new(product.out_dtype, n, m)?;
+        let weight = MatrixLayout::new(product.dtype, k, n, k)?;
+        let x = MatrixLayout::new(product.dtype, k, m, k)?;
+        let out = MatrixLayout::new(product.out_dtype, n, m, product.out_columns)?;
         let preferences = result::create_matmul_pref()
             .map(Preferences)
             .map_err(|e| failure("cublasLtMatmulPreferenceCreate", e))?;
@@ -280,6 +282,7 @@ mod tests {
             weight: 0x2000,
             bias: None,
             out: 0x3000,
+            out_columns: 128,
             accumulate: false,
         };
         assert_eq!(MatmulKey::of(&product).alignment, [256; 3]);

@@ -2,7 +2,9 @@
 
 use crate::emulator::EmulatedDevice;
 use crate::fused::Scene;
-use mixfleet_hal::{Cmd, DType, KvShape, LatentKv, OpSig, Scalar, Support};
+use mixfleet_hal::{
+    Cmd, CodeKind, DType, KvShape, LatentKv, OpSig, Quantised, Scalar, ScaleKind, Support, ZeroKind,
+};
 use mixfleet_hwtests::cases::{Case, TokenSpread};
 use mixfleet_hwtests::{CheckOutcome, SuiteEntry, SuiteLevel, SuiteOptions, SuiteVerdict, attempt, run};
 use std::collections::BTreeSet;
@@ -207,6 +209,47 @@ fn gemm_of_few_rows_conforms() {
             for (m, n, k) in few.into_iter().chain([(17, 33, 136), (53, 17, 64)]) {
                 let sig = OpSig::Gemm { m, n, k, x, weight, out, bias: m % 2 == 1, accumulate: k > 100 };
                 try_case(&device, sig, TokenSpread::Even);
+            }
+        }
+    }
+}
+
+/// Formats of checkpoints whose products of few rows run on tensor cores.
+pub(crate) fn formats() -> [Quantised; 10] {
+    use CodeKind::{E2m1, E4m3, I8, U4};
+    use ScaleKind as Scale;
+    use ZeroKind::{Middle, Minima, Points};
+    let rows = Quantised::in_rows;
+    [
+        rows(U4, 32, Scale::F16, Middle),
+        rows(U4, 32, Scale::I8, Minima),
+        rows(U4, 32, Scale::F16, Minima),
+        rows(U4, 128, Scale::F16, Points),
+        rows(U4, 64, Scale::Bf16, Middle),
+        rows(I8, 32, Scale::F16, Middle),
+        rows(I8, 1 << 20, Scale::F32, Middle),
+        rows(E4m3, 1 << 20, Scale::Bf16, Middle),
+        Quantised { group_rows: 128, ..rows(E4m3, 128, Scale::F32, Middle) },
+        Quantised::MXFP4,
+    ]
+}
+
+/// Rows that are no whole tile or block, and k that ends inside a chunk, for each dtype of x.
+#[test]
+fn quantised_products_of_few_rows_conform_on_tensor_cores() {
+    use DType::{Bf16, F16, F32};
+    for (multiprocessors, shapes) in
+        [(1, [(16, 70, 1280), (3, 130, 256)]), (8, [(9, 17, 768), (37, 48, 512)])]
+    {
+        let Some(device) = device(multiprocessors) else { return };
+        for (index, weight) in formats().into_iter().enumerate() {
+            for (x, out) in [(Bf16, F32), (F16, F16), (F32, F32)] {
+                for (m, n, k) in shapes {
+                    let k = if weight.scale == ScaleKind::I8 || index % 2 == 0 { k } else { k + 32 };
+                    let (bias, accumulate) = (m % 2 == 1, out == F32);
+                    let sig = OpSig::QuantisedGemm { m, n, k, x, weight, out, bias, accumulate };
+                    try_case(&device, sig, TokenSpread::Even);
+                }
             }
         }
     }

@@ -43,6 +43,28 @@ INTRINSIC uint pack_f16(float low, float high) {
 INTRINSIC uint low_halves(uint a, uint b) { return __byte_perm(a, b, 0x5410); }
 INTRINSIC uint high_halves(uint a, uint b) { return __byte_perm(a, b, 0x7632); }
 
+// Four of the bytes of a (0 to 3) and b (4 to 7), by the digits of `which`.
+INTRINSIC uint select_bytes(uint a, uint b, uint which) { return __byte_perm(a, b, which); }
+
+// (a & mask) | bits, in one instruction.
+INTRINSIC uint masked_or(uint a, uint mask, uint bits) {
+    uint v;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(v) : "r"(a), "r"(mask), "r"(bits));
+    return v;
+}
+
+// a * b + c of two values each, rounded once.
+INTRINSIC uint fma_bf16(uint a, uint b, uint c) {
+    uint pair;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+    return pair;
+}
+INTRINSIC uint fma_f16(uint a, uint b, uint c) {
+    uint pair;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+    return pair;
+}
+
 // 2^v within 2^-22, flushing subnormals.
 INTRINSIC float exp2_fast(float v) {
     float e;

@@ -13,43 +13,7 @@
 
 #define STEPS 4 // steps of 32 along k that a warp takes of its rows together: 256 bytes of each
 #define PAIR 2  // steps whose copies are waited for together: 128 bytes of a row, a line of the cache
-#define ROWS (16 * ROW_TILES)
-#define COLS (8 * TILES)
-#define X_VECTORS (SPLIT == 3 ? 2 : 1)                    // of 16 bytes, for 8 elements of a row of x
 #define SLOT (2 * ROW_TILES + TILES * X_VECTORS)          // vectors of a lane for a step
-
-#if SPLIT == 3
-// v = hi + mid + low, two neighbours to a register
-DEVICE void split(float a, float b, uint* parts) {
-    for (uint i = 0; i < 3; ++i) {
-        float pair[2];
-        parts[i] = pack_bf16(a, b);
-        unpack_bf16(parts[i], pair);
-        a -= pair[0];
-        b -= pair[1];
-    }
-}
-#endif
-
-// The 8 elements of a row of x for two instructions: [SPLIT][4 registers].
-DEVICE void load_x(const uint4* from, uint parts[SPLIT][4]) {
-#if SPLIT == 3
-    const uint4 halves[2] = {from[0], from[32]};
-    float v[8];
-    for (uint i = 0; i < 2; ++i) {
-        v[4 * i] = bits_to_float(halves[i].x); v[4 * i + 1] = bits_to_float(halves[i].y);
-        v[4 * i + 2] = bits_to_float(halves[i].z); v[4 * i + 3] = bits_to_float(halves[i].w);
-    }
-    for (uint i = 0; i < 4; ++i) {
-        uint three[3];
-        split(v[2 * i], v[2 * i + 1], three);
-        for (uint s = 0; s < 3; ++s) parts[s][i] = three[s];
-    }
-#else
-    const uint4 v = from[0];
-    parts[0][0] = v.x; parts[0][1] = v.y; parts[0][2] = v.z; parts[0][3] = v.w;
-#endif
-}
 
 // Where a lane is among the copies of its part: how many steps are begun, the next one's place along k and in the ring.
 typedef struct {
@@ -122,8 +86,7 @@ DEVICE void fetch_first_weights(uchar* memory, const TYPE(WEIGHT)* const* lines,
 // The sums of a block over k: [WARPS][COLS][ROWS] in `memory`, which the copies use before. lines: rows g and g + 8 of
 // each row tile of the weights, the first steps of which are under way.
 DEVICE float* multiply(uchar* memory, const TYPE(WEIGHT)* const* lines, const TYPE(X)* x, uint m, uint k) {
-    const uint lane = THREAD % 32, warp = THREAD / 32, g = lane / 4, t = lane % 4;
-    float acc[ROW_TILES][TILES][4]; // C fragments: rows g, g + 8 of the weights, columns 2t, 2t + 1 of x's rows
+    float acc[ROW_TILES][TILES][4]; // C fragments
     for (uint r = 0; r < ROW_TILES; ++r)
         for (uint c = 0; c < TILES; ++c)
             for (uint i = 0; i < 4; ++i) acc[r][c][i] = 0.0f;
@@ -170,28 +133,11 @@ DEVICE float* multiply(uchar* memory, const TYPE(WEIGHT)* const* lines, const TY
     copies_wait<0>();
     BARRIER();
     float* const sums = (float*)memory;
-    for (uint r = 0; r < ROW_TILES; ++r)
-        for (uint c = 0; c < TILES; ++c)
-            for (uint i = 0; i < 4; ++i)
-                sums[(warp * COLS + 8 * c + 2 * t + i % 2) * ROWS + 16 * r + g + i / 2 * 8] = acc[r][c][i];
+    put_sums(sums, acc);
     BARRIER();
     return sums;
-}
-
-// The product of a row of x and a row of the block's weights.
-DEVICE float total_of(const float* sums, uint row, uint weight_row) {
-    float sum = 0.0f;
-    for (uint v = 0; v < WARPS; ++v) sum += sums[(v * COLS + row) * ROWS + weight_row];
-    return sum;
 }
 
 DEVICE const TYPE(WEIGHT)* row_of(const TYPE(WEIGHT)* weight, uint row, uint n, uint k) {
     return weight + (ulong)(row < n ? row : n - 1) * k;
 }
-
-// Writes a block's rows of a product, as FINISH does.
-#define FINISH_ALL(sums)                                                                                        \
-    for (uint i = THREAD; i < ROWS * COLS; i += 32 * WARPS) {                                                   \
-        const uint row = i / ROWS, col = row0 + i % ROWS;                                                       \
-        if (row < m && col < n) FINISH(row, col, total_of(sums, row, i % ROWS));                                \
-    }

@@ -13,7 +13,7 @@ macro_rules! portable {
 /// Device intrinsics that kernels use beyond C; a test replaces this text by functions for the CPU.
 pub const DEVICE: &str = include_str!("device.h");
 
-const FEW_ROWS: &str = include_str!("few_rows.h");
+const FEW_ROWS: &str = concat!(include_str!("few_rows_ends.h"), include_str!("few_rows.h"));
 const DECODE: &str = concat!(portable!("scaled.h"), portable!("keys.h"), include_str!("decode.h"));
 const PREFILL: &str = concat!(portable!("scaled.h"), portable!("keys.h"), include_str!("prefill.h"));
 
@@ -44,6 +44,10 @@ pub enum KernelSource {
     GroupedCodes,
     /// `quantised_gemm` and `quantised_embed` for any format.
     Quantised,
+    /// `quantised_few_rows` on tensor cores.
+    FewRowsCodes,
+    /// `widen`: quantised weights as a matrix of floats.
+    Widen,
     /// `gemm_few_rows` on tensor cores.
     FewRows,
     /// `gemm_few_rows_of_one_x`: several products of the same rows.
@@ -81,6 +85,8 @@ impl KernelSource {
             KernelSource::Route => "route.c",
             KernelSource::Grouped | KernelSource::GroupedCodes => "grouped.c",
             KernelSource::Quantised => "quantised.c",
+            KernelSource::FewRowsCodes => "few_rows_codes.cu",
+            KernelSource::Widen => "widen.cu",
             KernelSource::FewRows => "few_rows.cu",
             KernelSource::FewRowsOfOneX => "few_rows_of_one_x.cu",
             KernelSource::FewRowsGated => "few_rows_gated.cu",
@@ -110,6 +116,16 @@ impl KernelSource {
                 &[portable!("codes.h"), portable!("grouped.h"), portable!("tiles.h"), portable!("grouped.c")]
             }
             KernelSource::Quantised => &[portable!("gemm.h"), portable!("codes.h"), portable!("quantised.c")],
+            KernelSource::FewRowsCodes => &[
+                portable!("gemm.h"),
+                portable!("codes.h"),
+                include_str!("expand.h"),
+                include_str!("few_rows_ends.h"),
+                include_str!("few_rows_codes.cu"),
+            ],
+            KernelSource::Widen => {
+                &[portable!("codes.h"), include_str!("expand.h"), include_str!("widen.cu")]
+            }
             KernelSource::FewRows => &[portable!("gemm.h"), FEW_ROWS, include_str!("few_rows.cu")],
             KernelSource::FewRowsOfOneX => {
                 &[portable!("gemm.h"), FEW_ROWS, include_str!("few_rows_of_one_x.cu")]
@@ -180,7 +196,7 @@ impl Macro for Scalar {
 }
 
 /// Maximum number of a program's macros.
-const MACROS_MAX: usize = 11;
+const MACROS_MAX: usize = 14;
 
 /// A source file with its macros, which is compiled once and cached. It holds no text, so that it is cheap to
 /// make and to look up for every launch.

@@ -107,7 +107,7 @@ pub(super) fn slow(sig: &OpSig, operands: &[DeviceRange], target: &PlanTarget) -
     }
 }
 
-fn aligned(operands: &[DeviceRange]) -> bool {
+pub(super) fn aligned(operands: &[DeviceRange]) -> bool {
     operands.iter().all(|place| place.address.is_multiple_of(VEC_BYTES))
 }
 
@@ -139,6 +139,7 @@ pub(super) fn plan(
                 weight: operands[1].address,
                 bias: (bias && !bias_before).then(|| operands[2].address),
                 out: operands[operands.len() - 1].address,
+                out_columns: n,
                 accumulate: accumulate || bias_before,
             });
             if !bias_before {

@@ -101,6 +101,8 @@ pub struct Matmul {
     pub bias: Option<u64>,
     /// Address of `out`.
     pub out: u64,
+    /// Columns of a row of the matrix that `out` is in.
+    pub out_columns: u32,
     /// Whether the result is added to `out`.
     pub accumulate: bool,
 }
@@ -198,7 +200,9 @@ pub fn plan(sig: &OpSig, operands: &[DeviceRange], target: &PlanTarget) -> Resul
         OpSig::Gemm { .. } => gemm::plan(sig, operands, args, target)?,
         OpSig::Route { .. } => experts::route(sig, &args)?,
         OpSig::GroupedGemm { .. } => vec![experts::grouped(sig, operands, args)?],
-        OpSig::QuantisedGemm { .. } | OpSig::QuantisedEmbed { .. } => vec![quantised::plan(sig, args)?],
+        OpSig::QuantisedGemm { .. } | OpSig::QuantisedEmbed { .. } => {
+            quantised::plan(sig, operands, args, target)?
+        }
         OpSig::AttnPrefill { .. } => vec![attention::prefill(sig, operands, args, target)?],
         OpSig::AttnDecode { .. } => attention::decode(sig, operands, args, None, target)?,
         _ => vec![simple(sig, operands, args)?],
@@ -450,7 +454,9 @@ fn sample(sig: &OpSig, operands: &[DeviceRange], mut args: Vec<KernelArg>) -> Re
 pub fn slow(sig: &OpSig, operands: &[DeviceRange], target: &PlanTarget) -> Option<&'static str> {
     match sig {
         OpSig::Gemm { .. } => gemm::slow(sig, operands, target),
-        OpSig::QuantisedGemm { m, .. } if *m > 16 => Some("quantised weights, without tensor cores"),
+        OpSig::QuantisedGemm { m, .. } if *m > 16 && !quantised::is_fast(sig, operands, target) => {
+            Some("quantised weights, without tensor cores")
+        }
         OpSig::AttnPrefill { .. } => attention::slow_prefill(sig, operands, target),
         _ => None,
     }
@@ -475,7 +481,9 @@ pub fn support(sig: &OpSig, target: &PlanTarget) -> Support {
             gemm::support(sig, target)
         }
         // it does not use what the part is made for
-        OpSig::QuantisedGemm { m, .. } if m > 16 => Support::Emulated,
+        OpSig::QuantisedGemm { m, .. } if m > 16 && !quantised::is_fast(sig, &[], target) => {
+            Support::Emulated
+        }
         OpSig::QuantisedGemm { .. } | OpSig::QuantisedEmbed { .. } => Support::Native,
         OpSig::GroupedGemm { n, weight: MatrixKind::Quantised(kind), .. } => {
             // groups of rows end with matrices

@@ -70,7 +70,7 @@ API int cublasLtMatmulAlgoGetHeuristic(void*, Description* d, Layout* a, Layout*
     const bool shapes = d->transposed[0] == OP_T && d->transposed[1] == 0 && a->rows == b->rows &&
                         a->columns == out->rows && b->columns == out->columns && c->rows == out->rows;
     const bool dense = a->leading == (long long)a->rows && b->leading == (long long)b->rows &&
-                       out->leading == (long long)out->rows;
+                       out->leading >= (long long)out->rows && c->leading == out->leading;
     // sums may not meet in place or in the output's type; f32 arithmetic with f32 scales
     if (!shapes || !dense || p->reduction != 2 || d->compute != 68 || d->scale != R_32F || wanted < 1) return INVALID;
     for (unsigned alignment : p->alignment)

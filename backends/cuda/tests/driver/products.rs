@@ -50,6 +50,28 @@ fn large_products_avoid_the_slow_kernel() {
     });
 }
 
+/// Codes become floats a slab at a time, or few rows are multiplied at a time where cuBLASLt cannot take the
+/// output.
+#[test]
+fn quantised_products_of_many_rows_conform() {
+    use DType::{Bf16, F16, F32};
+    with_fake_driver("products::quantised_products_of_many_rows_conform", |device| {
+        for (index, weight) in crate::emulated::formats().into_iter().enumerate() {
+            let all = [(Bf16, F32, true), (F16, F16, false), (F32, F32, true), (Bf16, Bf16, true)];
+            for (x, out, added) in [all[index % 4], all[(index + 1) % 4]] {
+                let (m, n, k) = (33, 48, 512);
+                let sig = OpSig::QuantisedGemm { m, n, k, x, weight, out, bias: added, accumulate: added };
+                let case = Case { sig, spread: TokenSpread::Even, seed: 3 };
+                let products = || counts::count(&counts::calls("libcublasLt.so.13"), "cublasLtMatmul");
+                let before = products();
+                let report = attempt(&*device, &SuiteEntry { name: "gemm", case: Some(case) }, LONG);
+                assert_eq!(report.outcome, CheckOutcome::Pass, "{sig:?}");
+                assert_eq!(products() > before, out == F32 || !added, "{sig:?}");
+            }
+        }
+    });
+}
+
 #[test]
 fn a_product_that_cublaslt_refuses_is_asked_for_once() {
     with_fake_driver("products::a_product_that_cublaslt_refuses_is_asked_for_once", |device| {

@@ -333,6 +333,13 @@ INTRINSIC uint pack_f16(float low, float high) {
 }
 INTRINSIC uint low_halves(uint a, uint b) { return (a & 0xFFFFu) | b << 16; }
 INTRINSIC uint high_halves(uint a, uint b) { return a >> 16 | (b & 0xFFFF0000u); }
+INTRINSIC uint select_bytes(uint a, uint b, uint which) {
+    const ulong both = a | (ulong)b << 32;
+    uint bytes = 0;
+    for (uint i = 0; i < 4; ++i) bytes |= (uint)(both >> 8 * (which >> 4 * i & 7) & 0xFF) << 8 * i;
+    return bytes;
+}
+INTRINSIC uint masked_or(uint a, uint mask, uint bits) { return (a & mask) | bits; }
 INTRINSIC float exp2_fast(float v) { return exp2f(v); }
 
 enum Operation { SHUFFLE = 1, VOTE, BARRIER_OF_WARP, MMA, MATRICES };
@@ -356,6 +363,17 @@ INTRINSIC uint2 load_once8(const void* p) { return *(const uint2*)p; }
 
 static inline float element_bf16(uint pair, uint i) { return bits_to_float((i ? pair >> 16 : pair & 0xFFFFu) << 16); }
 static inline float element_f16(uint pair, uint i) { return half_to_float((ushort)(i ? pair >> 16 : pair)); }
+
+// A product of two elements is exact in f32, and what kernels add to it too.
+template <float (*element)(uint, uint)> static inline float fma_of(uint a, uint b, uint c, uint i) {
+    return element(a, i) * element(b, i) + element(c, i);
+}
+INTRINSIC uint fma_bf16(uint a, uint b, uint c) {
+    return pack_bf16(fma_of<element_bf16>(a, b, c, 0), fma_of<element_bf16>(a, b, c, 1));
+}
+INTRINSIC uint fma_f16(uint a, uint b, uint c) {
+    return pack_f16(fma_of<element_f16>(a, b, c, 0), fma_of<element_f16>(a, b, c, 1));
+}
 
 // PTX ISA, "Matrix Fragments for mma.m16n8k16": lane 4 g + t holds of A, two neighbours to a register, rows g,
 // g + 8, g, g + 8 and columns 2t, 2t, 2t + 8, 2t + 8; of B rows 2t and 2t + 8, column g; of C and D rows g, g,

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 /// Lines of product code of each crate at most, without comments, blank lines and tests.
 const LINES: &[(&str, usize)] = &[
     ("backends/cpu", 8170),
-    ("backends/cuda", 3340),
+    ("backends/cuda", 3567),
     ("backends/discover", 1718),
     ("backends/opencl", 1152),
     ("backends/plugin", 1250),
