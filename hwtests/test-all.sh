@@ -49,6 +49,14 @@ if [ ! -d "$nvrtc/nvidia" ]; then
     rm -f "$nvrtc"/*.whl
 fi
 export MIXFLEET_CUDA_LIBRARIES="$nvrtc/nvidia/cuda_nvrtc/lib"
+# And nvdisasm, which shows their machine code (6 MB).
+export MIXFLEET_NVDISASM="$nvrtc/nvidia/cu13/bin/nvdisasm"
+if [ ! -x "$MIXFLEET_NVDISASM" ]; then
+    python3 -m pip download --quiet --no-deps --dest "$nvrtc" nvidia-cuda-nvdisasm==13.5.37
+    python3 -m zipfile -e "$nvrtc"/*.whl "$nvrtc"
+    rm -f "$nvrtc"/*.whl
+    chmod +x "$MIXFLEET_NVDISASM"
+fi
 
 began=$SECONDS
 # step NAME: prints the next step, and the time of the previous one

@@ -7,3 +7,4 @@ mod emulator;
 mod fused;
 mod hip;
 mod nvrtc;
+mod sass;

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The launches that `sig` needs at aligned addresses, on a small device, and on a large one without cuBLASLt
 /// and with it.
-fn launches(sig: &OpSig) -> Vec<KernelLaunch> {
+pub(crate) fn launches(sig: &OpSig) -> Vec<KernelLaunch> {
     launches_of(&[(*sig, apart(sig, 1 << 20))])
 }
 
@@ -233,7 +233,7 @@ fn serves_bf16(sig: &OpSig) -> bool {
     }
 }
 
-const ARCHITECTURES: [&str; 6] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"];
+pub(crate) const ARCHITECTURES: [&str; 6] = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"];
 
 /// A row of the table of kernels: how it is launched, and what it takes on each architecture.
 struct Row {
