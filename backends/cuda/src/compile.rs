@@ -63,7 +63,12 @@ pub fn architecture(capability: u32) -> Architecture {
         let features = if capability == 90 && major().is_some_and(|major| major >= 12) { "a" } else { "" };
         return Architecture::Machine(format!("sm_{capability}{features}"));
     }
-    let nearest = known.iter().copied().filter(|&c| c <= to_i32(capability)).max();
+    nearest_ptx(capability)
+}
+
+/// Selects PTX of a capability, or of the nearest older one that NVRTC knows: any newer device runs it.
+pub fn nearest_ptx(capability: u32) -> Architecture {
+    let nearest = known().iter().copied().filter(|&c| c <= to_i32(capability)).max();
     Architecture::Ptx(format!("compute_{}", nearest.unwrap_or(80)))
 }
 

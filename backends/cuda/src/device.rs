@@ -24,6 +24,11 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 /// Minimum capability; older tensor cores have no bf16 and no asynchronous copies.
 const CAPABILITY_MIN: u32 = 80;
 
+/// Names an older capability as which a device is planned and compiled for.
+const AS_VARIABLE: &str = "MIXFLEET_CUDA_AS";
+/// Turns early launches off where it is `0`.
+const EARLY_VARIABLE: &str = "MIXFLEET_CUDA_EARLY";
+
 /// Memory reserved for the context, kernels, cuBLASLt and the queues' scratch.
 const RESERVED_BYTES: u64 = 1 << 30;
 
@@ -33,6 +38,30 @@ pub(crate) fn index_of(selector: &str) -> Result<usize> {
     match selector.strip_prefix("cuda").ok_or_else(bad)? {
         "" => Ok(0),
         rest => rest.strip_prefix(':').and_then(|n| n.parse().ok()).ok_or_else(bad),
+    }
+}
+
+/// Parses a capability such as `8.9` that a device of `own` can be used as.
+fn older_capability(text: &str, own: u32) -> Result<u32> {
+    let parsed = text.split_once('.').and_then(|(major, minor)| {
+        let minor = minor.parse::<u32>().ok().filter(|minor| *minor < 10)?;
+        Some(major.parse::<u32>().ok()?.checked_mul(10)? + minor)
+    });
+    parsed.filter(|capability| (CAPABILITY_MIN..=own).contains(capability)).ok_or_else(|| {
+        Error::invalid(format!(
+            "{AS_VARIABLE}='{text}' is no compute capability from 8.0 to this device's {}.{}",
+            own / 10,
+            own % 10
+        ))
+    })
+}
+
+/// Maximum shared memory of a block (CUDA Programming Guide, table of technical specifications).
+fn shared_bytes_of(capability: u32) -> u32 {
+    match capability {
+        80 | 87 => 163 << 10,
+        90..=109 => 227 << 10,
+        _ => 99 << 10,
     }
 }
 
@@ -63,6 +92,8 @@ struct Facts {
     name: String,
     memory_bytes: u64,
     capability: u32,
+    /// The capability as which it is used.
+    used_as: u32,
     multiprocessors: u32,
     shared_bytes_max: u32,
     pci: String,
@@ -81,6 +112,12 @@ impl Facts {
         let number = |what| ask(what).map(|value| u32::try_from(value).unwrap_or(0));
         // SAFETY: as above.
         let memory_bytes = unsafe { result::device::total_mem(device) }.at("cuDeviceTotalMem")? as u64;
+        let capability = number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? * 10
+            + number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let used_as = match std::env::var(AS_VARIABLE) {
+            Ok(text) => older_capability(&text, capability)?,
+            Err(_) => capability,
+        };
         let mut version = 0;
         // SAFETY: the call writes one number.
         unsafe { sys::cuDriverGetVersion(&mut version) }.result().at("cuDriverGetVersion")?;
@@ -88,10 +125,11 @@ impl Facts {
             device,
             name: result::device::get_name(device).at("cuDeviceGetName")?,
             memory_bytes,
-            capability: number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? * 10
-                + number(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            capability,
+            used_as,
             multiprocessors: number(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-            shared_bytes_max: number(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            shared_bytes_max: number(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
+                .min(if used_as == capability { u32::MAX } else { shared_bytes_of(used_as) }),
             pci: pci(device)?,
             uuid: uuid(device)?,
             driver: format!("{}.{}", version / 1000, version % 1000 / 10),
@@ -100,7 +138,11 @@ impl Facts {
     }
 
     fn info(&self, index: usize, blas: bool) -> DeviceInfo {
-        let capability = format!("{}.{}", self.capability / 10, self.capability % 10);
+        let text = |capability: u32| format!("{}.{}", capability / 10, capability % 10);
+        let capability = match self.used_as == self.capability {
+            true => text(self.capability),
+            false => format!("{} as {}", text(self.capability), text(self.used_as)),
+        };
         let (with_blas, blas) = match (blas, Library::CublasLt.is_present()) {
             (true, _) => ("blas", "present".to_owned()),
             (false, true) => ("noblas", "present, but cannot be opened".to_owned()),
@@ -176,6 +218,8 @@ pub(crate) struct CudaDeviceState {
     pub(crate) target: PlanTarget,
     pub(crate) events: Arc<EventPool>,
     pub(crate) architecture: Architecture,
+    /// Whether a kernel is launched while the one before it ends.
+    pub(crate) early: bool,
     functions: Mutex<Functions>,
     /// Kinds of products and attention whose slowness was logged.
     pub(crate) told_slow: Mutex<HashSet<String>>,
@@ -297,9 +341,13 @@ impl CudaDevice {
             }
             let context = CudaContext::retain(facts.device)?;
             let blas = open_blas(&context);
-            let architecture = compile::architecture(facts.capability);
+            let architecture = match facts.used_as == facts.capability {
+                true => compile::architecture(facts.capability),
+                false => compile::nearest_ptx(facts.used_as),
+            };
+            let early = architecture.follows() && std::env::var(EARLY_VARIABLE).as_deref() != Ok("0");
             let target = PlanTarget {
-                capability: facts.capability,
+                capability: facts.used_as,
                 wgmma: architecture.has_wgmma(),
                 multiprocessors: facts.multiprocessors,
                 shared_bytes_max: facts.shared_bytes_max,
@@ -315,6 +363,7 @@ impl CudaDevice {
                 target,
                 events,
                 architecture,
+                early,
                 functions: Mutex::default(),
                 told_slow: Mutex::default(),
                 peers: Mutex::default(),
@@ -415,5 +464,21 @@ impl Device for CudaDevice {
 
     fn health(&self) -> Health {
         self.monitor.as_ref().map(Monitor::health).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_older_capability_is_taken() {
+        for (text, capability) in [("8.0", 80), ("8.9", 89), ("9.0", 90)] {
+            assert_eq!(older_capability(text, 90).unwrap(), capability);
+        }
+        for wrong in ["7.5", "9.1", "12.0", "89", "8.x", "8.10", ""] {
+            let error = older_capability(wrong, 90).unwrap_err().to_string();
+            assert!(error.contains("from 8.0 to this device's 9.0"), "{error}");
+        }
     }
 }

@@ -281,7 +281,7 @@ impl CudaQueue {
         // batch. Kernels begin with START of every operand, which a test checks, but for weights that nothing
         // of the batch writes before.
         unsafe {
-            if early && self.shared.architecture.follows() {
+            if early && self.shared.early {
                 self.stream.launch_early(function, launch.grid, threads, shared_bytes, &mut args)
             } else {
                 let threads = (threads, 1, 1);

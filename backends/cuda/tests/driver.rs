@@ -80,6 +80,33 @@ fn a_device_tells_what_it_is() {
     });
 }
 
+/// With PTX, without early launches, and named so that profiles of both are kept apart.
+#[test]
+fn a_device_can_be_used_as_an_older_one() {
+    const NAME: &str = "a_device_can_be_used_as_an_older_one";
+    let children = [
+        [("MIXFLEET_CUDA_AS", "8.9"), ("EXPECTED", "9.0 as 8.9"), ("EXPECTED_EARLY", "0")],
+        [("MIXFLEET_CUDA_AS", "9.0"), ("EXPECTED", "9.0"), ("EXPECTED_EARLY", "1")],
+        [("MIXFLEET_CUDA_EARLY", "0"), ("EXPECTED", "9.0"), ("EXPECTED_EARLY", "0")],
+    ];
+    in_children(NAME, Driver::New, &children.each_ref().map(|child| &child[..]), |device| {
+        let info = device.info();
+        let expected = std::env::var("EXPECTED").unwrap();
+        let note = info.notes.iter().find(|(key, _)| key == "compute capability");
+        assert_eq!(note.map(|(_, value)| value), Some(&expected));
+        assert!(info.fingerprint.contains(&format!("/{expected}/")), "{}", info.fingerprint);
+        let sig = OpSig::Add { elements: 64, x: DType::F32 };
+        let commands = [counts::command(&*device, sig), counts::command(&*device, sig)];
+        let calls = counts::calls_of(|| {
+            let mut queue = device.queue().unwrap();
+            let ticket = queue.submit(&commands).unwrap();
+            queue.wait(ticket, LONG).unwrap();
+        });
+        let early = std::env::var("EXPECTED_EARLY").unwrap();
+        assert_eq!(counts::count(&calls, "cuLaunchKernelEx").to_string(), early, "{calls:?}");
+    });
+}
+
 #[test]
 fn a_clock_that_is_held_down_is_told() {
     const NAME: &str = "a_clock_that_is_held_down_is_told";

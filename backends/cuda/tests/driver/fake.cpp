@@ -446,6 +446,7 @@ struct LaunchConfig {
     unsigned count;
 };
 API int cuLaunchKernelEx(const LaunchConfig* config, Function* function, void** params, void** extra) {
+    COUNTED;
     const int programmatic_stream_serialization = 6;
     if (config->count != 1 || *(int*)config->attributes != programmatic_stream_serialization) return INVALID_VALUE;
     // what begins a batch waits for all that was before
@@ -533,6 +534,8 @@ API int nvrtcGetProgramLogSize(Program* program, size_t* bytes) { *bytes = progr
 API int nvrtcGetProgramLog(Program* program, char* log) { strcpy(log, program->log.c_str()); return 0; }
 API int nvrtcGetCUBINSize(Program* program, size_t* bytes) { *bytes = program->library.size() + 1; return 0; }
 API int nvrtcGetCUBIN(Program* program, char* code) { strcpy(code, program->library.c_str()); return 0; }
+API int nvrtcGetPTXSize(Program* program, size_t* bytes) { return nvrtcGetCUBINSize(program, bytes); }
+API int nvrtcGetPTX(Program* program, char* code) { return nvrtcGetCUBIN(program, code); }
 API int nvrtcVersion(int* major, int* minor) {
     *major = 12, *minor = atoi(choice("FAKE_NVRTC_MINOR", "8"));
     return 0;
