@@ -216,7 +216,7 @@ fn gemm_of_few_rows_conforms() {
 
 /// Formats of checkpoints whose products of few rows run on tensor cores.
 pub(crate) fn formats() -> [Quantised; 10] {
-    use CodeKind::{E2m1, E4m3, I8, U4};
+    use CodeKind::{E4m3, I8, U4};
     use ScaleKind as Scale;
     use ZeroKind::{Middle, Minima, Points};
     let rows = Quantised::in_rows;

@@ -127,7 +127,7 @@ fn operations() -> Vec<OpSig> {
     let (sequences, pages_max, kv_tokens, tokens, heads) = (4, 256, 16_000, 64, 32);
     for dtype in [Bf16, F8E4m3] {
         let kv = kv(dtype);
-        sigs.push(OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x: Bf16, kv });
+        sigs.push(OpSig::AttnDecode { sequences, kv_tokens, heads, pages_max, x: Bf16, kv, cap: None });
         sigs.push(OpSig::KvWrite { tokens, x: Bf16, kv });
     }
     for m in [1, 16] {

@@ -124,7 +124,9 @@ async fn health(State(api): State<Arc<Api>>) -> Response {
             (StatusCode::SERVICE_UNAVAILABLE, cause)
         }
         Phase::Ready(_) => (StatusCode::OK, "ok"),
-        Phase::Loading(_) => (StatusCode::SERVICE_UNAVAILABLE, api.metrics.none_serves().unwrap_or("loading")),
+        Phase::Loading(_) => {
+            (StatusCode::SERVICE_UNAVAILABLE, api.metrics.none_serves().unwrap_or("loading"))
+        }
         Phase::Draining => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
     };
     document(status, &json!({ "status": word }))

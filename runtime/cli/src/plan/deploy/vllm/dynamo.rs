@@ -221,7 +221,7 @@ impl VllmFleet<'_> {
                 words.drain(at..at + 2);
             }
         };
-        ["--host", "--port", "--kv-transfer-config", "--kv-events-config"].map(&mut without);
+        ["--host", "--port", "--kv-transfer-config", "--kv-events-config"].into_iter().for_each(&mut without);
         words.insert(0, "--model".into());
         match pool.duty {
             Duty::Prefill => words.extend(["--disaggregation-mode".into(), "prefill".into()]),

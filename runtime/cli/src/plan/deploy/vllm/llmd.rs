@@ -101,13 +101,6 @@ const BUDGET_TIMES: f64 = 2.0;
 impl VllmFleet<'_> {
     /// What starts it behind a gateway of Kubernetes.
     pub(in crate::plan::deploy) fn llmd_files(&self) -> Vec<StartFile> {
-        let names = ["engines.yaml", "pool.yaml", "rbac.yaml", "picker.yaml", "route.yaml", "monitor.yaml"];
-        let listed: String = names.map(|name| format!("  - {name}\n")).concat();
-        let kustomization = format!(
-            "# {}\n# kubectl apply -k . in a namespace for it. Without Prometheus' operator, leave out monitor.yaml.\n\\
-             apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\nresources:\n{listed}",
-            self.header
-        );
         vec![
             ("engines.yaml", self.fault().and_then(|()| self.deployments())),
             ("pool.yaml", Ok(POOL.into())),
@@ -117,7 +110,7 @@ impl VllmFleet<'_> {
             ("monitor.yaml", Ok(MONITOR.into())),
             ("scale.yaml", Ok(self.scale())),
             ("scaled-objects.yaml", Ok(self.scaled_objects())),
-            ("kustomization.yaml", Ok(kustomization)),
+            ("kustomization.yaml", Ok(format!("# {}\n{KUSTOMIZATION}", self.header))),
         ]
     }
 
