@@ -1,5 +1,5 @@
-//! Generates the service of KEDA's external scalers. Its messages are in `src/scaler/messages.rs`, so that no build
-//! needs `protoc`.
+//! Generates the service of KEDA's external scalers. Its messages are in `src/scaler/messages.rs`, so that no
+//! build needs `protoc`.
 
 use tonic_build::manual::{Builder, Method, Service};
 

@@ -214,7 +214,7 @@ pub fn models() -> impl Iterator<Item = &'static KnownModel> {
     dense::MODELS.iter().chain(mixtures::MODELS)
 }
 
-/// Words in names of repositories that say how a model was tuned or by whom, and nothing of its shape.
+/// Parts of repository names that say how a model was tuned or who tuned it, and nothing of its shape.
 const NOT_OF_SHAPE: [&str; 6] = ["base", "chat", "hf", "instruct", "it", "meta"];
 
 /// Whether a repository of the Hub, of any owner, has this model or a tuned version of it.

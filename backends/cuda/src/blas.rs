@@ -3,7 +3,7 @@
 //! free.
 
 use crate::driver::CudaContext;
-use crate::plan::Matmul;
+use crate::plan::{Matmul, WORKSPACE_BYTES};
 use cudarc::cublaslt::result::{self, CublasError};
 use cudarc::cublaslt::sys::{self, cublasLtMatmulDescAttributes_t as Desc};
 use cudarc::cublaslt::sys::{cublasLtMatmulPreferenceAttributes_t as Preference, cudaDataType_t as DataType};
@@ -14,8 +14,6 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Workspace size that NVIDIA recommends for Hopper; it occupies the start of a queue's scratch.
-pub(crate) const WORKSPACE_BYTES: u64 = 32 << 20;
 /// Reductions of a split k may use f32 in the workspace; in place, the order would vary, and in the output's
 /// type, sums would be rounded once more.
 const REDUCTION_IN_COMPUTE_TYPE: u32 = 2;

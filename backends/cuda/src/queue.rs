@@ -1,10 +1,10 @@
 //! An in-order queue on a stream: launches, matrix products, copies, and CUDA graphs.
 
-use crate::blas::WORKSPACE_BYTES;
 use crate::device::CudaDeviceState;
 use crate::driver::{At, CudaContext, CudaEvent, DeviceMemory, Function, GraphExec, Stream};
 use crate::libraries::guarded;
 use crate::memory::CudaMemory;
+use crate::plan::WORKSPACE_BYTES;
 use crate::plan::{self, BatchWrites, DeviceRange, KernelArg, KernelLaunch, Matmul, PlanStep, PlanTarget};
 use cudarc::driver::{result, sys};
 use mixfleet_hal::cast::to_usize;

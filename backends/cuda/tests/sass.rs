@@ -1,6 +1,7 @@
-//! What the assembler makes of the kernels that serve models, beside a table that is kept, for each
-//! architecture: instructions of the inner loop, accesses that do not know their address space, registers,
-//! spills, shared memory. Needs no GPU, but libnvrtc and nvdisasm (`MIXFLEET_NVDISASM` names it).
+//! Compares the machine code of the kernels that serve models with a table.
+//!
+//! For each architecture: instructions of the inner loop, accesses that do not know their address space,
+//! registers, spills, shared memory. Needs no GPU, but libnvrtc and nvdisasm (`MIXFLEET_NVDISASM` names it).
 
 use crate::emulated::formats;
 use crate::nvrtc::{ARCHITECTURES, in_parallel, launches};

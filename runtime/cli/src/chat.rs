@@ -55,14 +55,14 @@ pub(crate) fn run(args: ChatArgs) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     runtime.block_on(async {
         let partner = ChatPartner::open(&args).await?;
-        let talked = Conversation::new(&args, &partner).talk().await;
+        let talked = ChatSession::new(&args, &partner).talk().await;
         partner.end().await;
         talked
     })
 }
 
-/// What has been said, and with whom.
-struct Conversation<'a> {
+/// The messages of a chat, and what answers them.
+struct ChatSession<'a> {
     args: &'a ChatArgs,
     partner: &'a ChatPartner,
     system: Option<String>,
@@ -72,11 +72,11 @@ struct Conversation<'a> {
     is_terminal: bool,
 }
 
-impl<'a> Conversation<'a> {
+impl<'a> ChatSession<'a> {
     fn new(args: &'a ChatArgs, partner: &'a ChatPartner) -> Self {
         let is_terminal = std::io::stdin().is_terminal();
         let system = args.system.clone();
-        Conversation { args, partner, system, messages: Vec::new(), turn: 0, is_terminal }
+        ChatSession { args, partner, system, messages: Vec::new(), turn: 0, is_terminal }
     }
 
     /// Reads what the user says until the end of input, and answers it.

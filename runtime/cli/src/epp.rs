@@ -204,8 +204,8 @@ struct PoolSource {
 }
 
 impl PoolSource {
-    /// Follows the pool's file, or the cluster's objects, forever; the other task holds the lease, if there is
-    /// one, until `told`.
+    /// Follows the pool's file, or the cluster's objects, forever; the other task holds the lease, if there
+    /// is one, until `told`.
     async fn follow(
         self,
         args: &EppArgs,

@@ -37,8 +37,8 @@ impl PoolSwitch {
         PoolSwitch { picker, open, started: Arc::default(), starting: None }
     }
 
-    /// Applies a pool. Endpoints that it lacks get no further requests at once; endpoints that are new start, and
-    /// the pool takes over when one of its endpoints answers.
+    /// Applies a pool. Endpoints that it lacks get no further requests at once; endpoints that are new start,
+    /// and the pool takes over when one of its endpoints answers.
     ///
     /// # Errors
     /// The reason why the endpoints cannot be opened; nothing has changed then.

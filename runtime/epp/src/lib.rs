@@ -5,8 +5,8 @@
 //! `message` reads and builds the protocol's messages, `exchange` is one request with its answer, `pool`
 //! reads the file that lists the endpoints, and [`follow_pool`] applies changes of the file. `kubernetes`
 //! follows an `InferencePool` and its pods instead. `scaler` tells KEDA the replicas of a planned fleet.
-//! `state` holds the shared state of requests. Placement, predictions, corrections and explanations are those of the
-//! runtime's picker, in which endpoints are engines.
+//! `state` holds the shared state of requests. Placement, predictions, corrections and explanations are those
+//! of the runtime's picker, in which endpoints are engines.
 //!
 //! Absent: placement decisions, changes of bodies, objects of Kubernetes other than a lease that it writes.
 

@@ -1,4 +1,5 @@
-//! A double of an API server: it lists and watches pods and a pool, keeps leases, and allows what a Role does.
+//! A double of an API server: it lists and watches pods and a pool, keeps leases, and allows what a Role
+//! does.
 
 use bytes::Bytes;
 use http_body_util::combinators::BoxBody;

@@ -22,8 +22,8 @@ const BOTTOM: f64 = 44.0;
 /// Margin of a fitted axis, as a share of the values' range.
 const MARGIN: f64 = 0.12;
 /// Sizes of a drawing for wide windows, and for phones, where text keeps its size.
-const WIDE: Frame = Frame { width: 860.0, left: 94.0, top: 14.0, ticks: 8, is_narrow: false };
-const NARROW: Frame = Frame { width: 350.0, left: 66.0, top: 26.0, ticks: 4, is_narrow: true };
+const WIDE: ChartFrame = ChartFrame { width: 860.0, left: 94.0, top: 14.0, ticks: 8, is_narrow: false };
+const NARROW: ChartFrame = ChartFrame { width: 350.0, left: 66.0, top: 26.0, ticks: 4, is_narrow: true };
 /// Colours of the style sheet.
 const COLOURS: usize = 6;
 /// Number of series that differ from each other in their marks and lines.
@@ -39,7 +39,7 @@ const TOLD_MAX: usize = 60;
 
 /// The space of a drawing.
 #[derive(Clone, Copy, Debug)]
-struct Frame {
+struct ChartFrame {
     width: f64,
     left: f64,
     top: f64,
@@ -48,7 +48,7 @@ struct Frame {
     is_narrow: bool,
 }
 
-impl Frame {
+impl ChartFrame {
     fn right(&self) -> f64 {
         self.width - RIGHT
     }
@@ -239,7 +239,7 @@ impl Chart<'_> {
         format!("{} over {}", self.y.label, self.x.label)
     }
 
-    fn framed(&self, frame: Frame, shown: &[Vec<(f64, f64)>]) -> Option<String> {
+    fn framed(&self, frame: ChartFrame, shown: &[Vec<(f64, f64)>]) -> Option<String> {
         let Chart { x, y, series, roof, limits } = *self;
         let roof = self.shown(roof);
         let values = |of: fn(&(f64, f64)) -> f64, scale: Scale, limit: fn(&Limit) -> Option<f64>| {
@@ -406,7 +406,7 @@ struct Legend {
 }
 
 impl Legend {
-    fn of(series: &[Series], frame: Frame) -> Legend {
+    fn of(series: &[Series], frame: ChartFrame) -> Legend {
         let longest = series.iter().map(|series| series.name.chars().count()).max().unwrap_or(0);
         let left = if frame.is_narrow { 4.0 } else { frame.left };
         let all = frame.right() - left;
@@ -453,7 +453,7 @@ pub(crate) fn shortened(name: &str, room: usize) -> String {
 
 /// Both axes in their frame.
 struct Spans {
-    frame: Frame,
+    frame: ChartFrame,
     horizontal: AxisSpan,
     vertical: AxisSpan,
 }
@@ -486,7 +486,7 @@ impl Spans {
 
     /// Draws a limit if it is inside the plot.
     fn line(&self, svg: &mut String, limit: Limit) {
-        let Frame { left, top, .. } = self.frame;
+        let ChartFrame { left, top, .. } = self.frame;
         let (right, bottom) = (self.frame.right(), HEIGHT - BOTTOM);
         let (at, name) = match limit {
             Limit::X(x, name) if self.horizontal.contains(x) => {
@@ -513,7 +513,7 @@ impl Spans {
     }
 
     fn axes(&self, svg: &mut String, x: PlotAxis, y: PlotAxis) {
-        let Frame { left, top, ticks, is_narrow, .. } = self.frame;
+        let ChartFrame { left, top, ticks, is_narrow, .. } = self.frame;
         let (right, bottom) = (self.frame.right(), HEIGHT - BOTTOM);
         for tick in self.horizontal.ticks(ticks) {
             let at = self.horizontal.at(tick);

@@ -103,10 +103,11 @@ impl Metrics {
     pub(crate) fn enter_state(
         &self,
         now: Seconds,
-        (holder, device): (StateHolder, &str),
+        of: (StateHolder, &str),
         state: ServingState,
         reason: &str,
     ) {
+        let (holder, device) = of;
         let mut records = self.state_records();
         let before = records.get(device).map(|record| (record.state, record.since));
         let since = before.filter(|(earlier, _)| *earlier == state).map_or(now, |(_, since)| since);

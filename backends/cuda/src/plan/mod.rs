@@ -121,6 +121,8 @@ pub enum PlanStep {
     Fill(u64, u64, u32),
 }
 
+/// Workspace size that NVIDIA recommends for Hopper; it occupies the start of a queue's scratch.
+pub(crate) const WORKSPACE_BYTES: u64 = 32 << 20;
 /// Alignment of every operand's offset, for vectors of 16 bytes and cuBLASLt's fastest kernels.
 pub const ALIGNMENT_BYTES: u64 = 256;
 /// KV page size: one tile of decode attention, so that a warp's 16 keys lie in one page.

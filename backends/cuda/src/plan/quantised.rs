@@ -8,9 +8,9 @@
 
 use super::few_rows::FEW_ROWS_MAX;
 use super::{
-    DeviceRange, KernelArg, Matmul, PlanStep, PlanTarget, THREADS, VEC_BYTES, gemm, launch, launch_each,
+    DeviceRange, KernelArg, Matmul, PlanStep, PlanTarget, THREADS, VEC_BYTES, WORKSPACE_BYTES, gemm, launch,
+    launch_each,
 };
-use crate::blas::WORKSPACE_BYTES;
 use crate::kernels::{KernelProgram, KernelSource, Macro};
 use mixfleet_hal::cast::{to_u32, to_usize};
 use mixfleet_hal::{CodeKind, DType, Error, OpSig, Quantised, Result, ZeroKind};

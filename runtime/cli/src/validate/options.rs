@@ -14,7 +14,8 @@ pub(crate) fn memory(text: &str) -> Result<MemoryAsked, String> {
     bytes.map(|bytes| MemoryAsked::Bytes(to_u64(bytes))).ok_or_else(wrong)
 }
 
-/// Parses a duration, `90s`, `10m` or `24h`, into seconds. A unit is required, since a number may mean minutes.
+/// Parses a duration, `90s`, `10m` or `24h`, into seconds. A unit is required, since a number may mean
+/// minutes.
 pub(crate) fn seconds(text: &str) -> Result<f64, String> {
     let wrong = || format!("'{text}' is not a time such as 30s, 10m or 24h");
     // A month is longer than any soak.

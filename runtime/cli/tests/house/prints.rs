@@ -7,7 +7,7 @@ use super::{assert_none, is_product, sources};
 const PRINTS: &[&str] = &[
     "backends/cpu/peers/",
     "backends/wgpu/src/plan/shaders.rs",
-    "runtime/cli/src/chat.rs",
+    "runtime/cli/src/chat",
     "runtime/cli/src/check_files.rs",
     "runtime/cli/src/compare",
     "runtime/cli/src/fleet/status.rs",
