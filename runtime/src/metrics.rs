@@ -257,7 +257,7 @@ pub struct Metrics {
     pub picks: Family<PickLabels, Counter>,
     /// `mixfleet_pick_seconds`: a proxied request complete to its destination known, by the picker.
     pub pick_s: Histogram,
-    /// `mixfleet_pick_prompt_tokens_total`: assumed prompt tokens of requests of proxies, refused ones too, by
+    /// `mixfleet_pick_prompt_tokens_total`: assumed prompt tokens of proxied requests, refused ones too, by
     /// the picker.
     pub pick_prompt_tokens: Counter,
     /// `mixfleet_picks_served_total{device,choice}`: answers of proxied requests by who really gave them, by

@@ -2,8 +2,8 @@
 //!
 //! The plan says what each pool carries. A pool's wanted replicas are its planned ones times the load over
 //! the planned load: of prompt tokens for pools that compute prompts, of answer tokens for those that decode,
-//! of the larger share for pools that do both. Where the budget does not suffice, all pools are cut at the same
-//! share of the plan, so that prompts and answers stay in proportion.
+//! of the larger share for pools that do both. Where the budget does not suffice, all pools are cut at the
+//! same share of the plan, so that prompts and answers stay in proportion.
 
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::units::Seconds;

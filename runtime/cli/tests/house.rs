@@ -210,7 +210,7 @@ const CYCLES: &[(&str, &[&str], &str)] = &[
     (
         "runtime/cli/src",
         &["command_line", "epp", "fleet", "help", "serve", "settings", "shells"],
-        "the command line has the commands; settings and help rearrange all of it",
+        "a fleet file fills in the whole command line and help rearranges it; serve, on whose server epp runs, prints settings",
     ),
     (
         "backends/cuda/src",
@@ -234,11 +234,6 @@ const CYCLES: &[(&str, &[&str], &str)] = &[
         "runtime/cli/src",
         &["backends", "groups", "notation"],
         "backends open selectors in this notation, which begin with a backend's name",
-    ),
-    (
-        "runtime/cli/src",
-        &["command_line", "epp", "fleet", "serve", "settings"],
-        "a fleet file fills in the whole command line, and serve, on whose server epp runs, prints the settings in force",
     ),
     (
         "backends/remote/src",
