@@ -3,7 +3,6 @@
 
 use tonic_build::manual::{Builder, Method, Service};
 
-#[expect(clippy::print_stdout, reason = "cargo reads it")]
 fn main() {
     let method = |name: &str, route: &str, input: &str, output: &str| {
         Method::builder()

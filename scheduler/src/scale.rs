@@ -383,7 +383,7 @@ mod tests {
                     turns[at].push((now, new > old));
                 }
                 // each autoscaler asks within a minute
-                if (step + polls[at]) % 6 == 0 {
+                if (step + polls[at]).is_multiple_of(6) {
                     asked[at] = *new;
                 }
             }

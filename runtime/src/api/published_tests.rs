@@ -154,7 +154,7 @@ fn written(template: &ChatTemplate, style: ToolStyle) -> Result<String, String> 
 fn published_templates_have_these_styles_and_their_calls_are_read() {
     let folder = folder();
     if !folder.is_dir() {
-        println!("SKIPPED: {} is not there: hwtests/templates.sh downloads it", folder.display());
+        eprintln!("SKIPPED: {} is not there: hwtests/templates.sh downloads it", folder.display());
         return;
     }
     let body = json!({"tools": weather()}).to_string();
