@@ -86,13 +86,15 @@ pub struct EngineTry {
 pub struct Quarantined {
     /// Engines that ended with it.
     pub engines: usize,
+    /// Those of them that ended for certain; perhaps only the ways to the others were lost.
+    pub certain: usize,
     /// Time until it may be tried again.
     pub left: Seconds,
 }
 
 impl fmt::Display for Quarantined {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Quarantined { engines, left } = self;
+        let Quarantined { engines, left, .. } = self;
         write!(
             f,
             "{engines} engines ended while they worked on this request: it is not tried again for {:.0} s",
@@ -178,7 +180,8 @@ impl Quarantine {
             return TryPermit::Free;
         }
         if is_quarantined(ends) {
-            return TryPermit::Refused(Quarantined { engines: ends.len(), left });
+            let certain = ends.iter().filter(|end| end.is_certain).count();
+            return TryPermit::Refused(Quarantined { engines: ends.len(), certain, left });
         }
         match self.trials.values().any(|trial| trial.digest == digest && trial.counts()) {
             true => TryPermit::Later,
@@ -350,7 +353,7 @@ mod tests {
     #[test]
     fn a_refusal_says_how_many_engines_ended_and_for_how_long() {
         let TryPermit::Refused(refused) = after(&[Unanswered, Unanswered]) else { panic!("tried again") };
-        assert_eq!((refused.engines, refused.left.0), (2, 596.5));
+        assert_eq!((refused.engines, refused.certain, refused.left.0), (2, 2, 596.5));
         assert!(refused.to_string().starts_with("2 engines ended while they worked on this request"));
     }
 
@@ -409,7 +412,10 @@ mod tests {
         for engine in 0..2 {
             quarantine.ended(&tried(1, 7, engine, 0.0), Unanswered, false, Seconds(1.0));
         }
-        assert!(matches!(quarantine.permit(RequestDigest(7), Seconds(2.0)), TryPermit::Refused(_)));
+        let TryPermit::Refused(refused) = quarantine.permit(RequestDigest(7), Seconds(2.0)) else {
+            panic!("tried")
+        };
+        assert_eq!((refused.engines, refused.certain), (2, 0));
         quarantine.returned(InstanceId(1));
         assert_eq!(quarantine.permit(RequestDigest(7), Seconds(2.0)), TryPermit::Alone);
     }

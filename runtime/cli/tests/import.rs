@@ -122,7 +122,7 @@ fn a_file_that_is_no_profile_fails_the_check_with_the_fields_names() {
     };
     assert!(of("aiconfigurator", "none.txt", &[], 3).contains("none.txt"));
     assert!(of("aiconfigurator", "gemm_perf.txt", &["--device", "L4"], 2).contains("--device 'NVIDIA L40S'"));
-    assert!(of("aiconfigurator", "gemm_perf.txt", &["--part", "L41"], 2).contains("mixfleet parts"));
+    assert!(of("aiconfigurator", "gemm_perf.txt", &["--part", "L41"], 2).contains("closest: L4"));
     assert!(of("llmservingsim", ".", &[], 3).contains("dense.csv"));
     assert!(of("aiconfigurator", "gemm_perf.txt", &["--as", "engine"], 2).contains("leave --as out"));
 }

@@ -116,7 +116,7 @@ fn what_cannot_run_is_told_apart_from_what_fails() {
         (&["--device", "cpu", "--only", "l1.gem"], "groups: l0.discover"),
         (&["--device", "cpu", "--level", "7"], "from 0 to 6"),
         (&["--device", "cpu", "--soak", "10"], "such as 30s"),
-        (&["--device", "cpu", "--memory", "10MB"], "such as 512MiB"),
+        (&["--device", "cpu", "--memory", "10XB"], "such as 512MiB"),
     ];
     for (arguments, words) in cases {
         let output = validate(arguments);

@@ -35,9 +35,14 @@ fn digest(wanted: &GenerateRequest) -> RequestDigest {
     RequestDigest(u128::from_be_bytes(half.try_into().expect("16 bytes of 32")))
 }
 
+/// Whether the request is the likely cause of the ends: else the instances may return.
+fn is_settled(why: &Quarantined) -> bool {
+    why.certain >= CERTAIN_MIN || why.certain == why.engines
+}
+
 /// The error for clients.
 fn words(why: &Quarantined) -> String {
-    let Quarantined { engines, left } = why;
+    let Quarantined { engines, left, .. } = why;
     format!(
         "{engines} instances were lost while they worked on this request: it is not tried again for {:.0} s",
         left.0.max(1.0).ceil()
@@ -69,7 +74,8 @@ impl Coordinator {
             TryPermit::Free => Some(submission),
             TryPermit::Refused(why) => {
                 self.metrics.requests_quarantined.inc();
-                let _ = submission.admitted.send(Err(Rejection::Quarantined(words(&why))));
+                let refusal = if is_settled(&why) { Rejection::Quarantined } else { Rejection::Unavailable };
+                let _ = submission.admitted.send(Err(refusal(words(&why))));
                 None
             }
             _ if self.quarantine.is_trying() && self.held.len() < HELD_MAX => {
@@ -163,7 +169,8 @@ impl Coordinator {
         let losses = &self.requests.get(&request)?.losses;
         // Instances that are only unreachable may return.
         let certain = losses.iter().filter(|(_, certain)| *certain).count();
-        Some((Failure::engine(words(&why)), certain >= CERTAIN_MIN || certain == losses.len()))
+        let is_known = certain >= CERTAIN_MIN || certain == losses.len();
+        Some((Failure::engine(words(&why)), is_known && is_settled(&why)))
     }
 
     /// Whether a request that lost its place waits, since another suspect is tried.

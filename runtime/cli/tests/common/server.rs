@@ -52,7 +52,7 @@ impl Server {
         let mut command = super::mixfleet();
         command.args(["serve", "--listen", "127.0.0.1:0"]).args(arguments);
         let child = command.stderr(Stdio::piped()).spawn().unwrap();
-        Server::spawned_until(child, "loading the model address=", "")
+        Server::spawned_until(child, "listening; no external engine has answered yet address=", "")
     }
 
     /// Returns once it logs its address between these words.

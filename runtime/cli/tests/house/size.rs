@@ -25,7 +25,7 @@ const LINES: &[(&str, usize)] = &[
     ("runtime/planner", 1220),
     ("runtime/report", 885),
     ("runtime/sim", 8366),
-    ("scheduler", 16_675),
+    ("scheduler", 16_685),
 ];
 
 /// One in this many removed lines may grow again before the budget must fall.
