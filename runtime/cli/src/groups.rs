@@ -311,7 +311,7 @@ mod tests {
         says("tp:sim:L4,sim:L40S", "equal");
         says("pp:(tp:sim:L4,sim:L4),sim:L4", "equal");
         says("tp:(pp:sim:L4,sim:L4),(pp:sim:L4,sim:L4)", "is not a valid group");
-        says("tp:sim:L5,sim:L5", "no 'L5'");
+        says("tp:sim:L5,sim:L5", "no part is called 'L5'");
         says("attn:sim:L4", "two devices");
         says("attn:sim:L4,(tp:sim:L4,sim:L4)", "single devices");
     }

@@ -179,7 +179,7 @@ mod tests {
             ["500ms", "0.5 s", "1.5m", "2h", "90"].map(seconds),
             [0.5, 0.5, 90.0, 7200.0, 90.0].map(Ok)
         );
-        assert_eq!(["4", "4GiB", "4 gib", "2048Mi", "4294967296 B"].map(gib), [4.0; 5].map(Ok));
+        assert_eq!(["4", "4GiB", "4 gib", "4096Mi", "4294967296 B"].map(gib), [4.0; 5].map(Ok));
         assert_eq!(gib("4GB"), Ok(4e9 / GIB as f64));
         assert_eq!(["0.99", "99%", "99 %"].map(share), [0.99; 3].map(Ok));
         assert_eq!(["1000", "1k", "1 K", "0.001M"].map(count::<u32>(1..=4096)), [1000; 4].map(Ok));

@@ -151,7 +151,7 @@ fn mistakes_on_the_command_line_are_usage_errors_and_harm_no_file() {
         (&["--policy", "best"], "per-dollar"),
         (&["--timeline-interval-s", "5"], "needs --timeline or --html"),
         (&["--timeline", "t.csv", "--timeline-interval-s", "1e-6"], "below 0.001"),
-        (&["--timeline", "t.csv", "--timeline-interval-s=-1"], "expected a number above 0"),
+        (&["--timeline", "t.csv", "--timeline-interval-s=-1"], "expected a positive number of seconds"),
         (&["--timeline", "./t.jsonl"], "over the file of --trace"),
         (&["--html", "FLEET.toml"], "over the file of --fleet"),
         (&["--timeline", "a", "--html", "./a"], "over the file of --timeline"),

@@ -5,7 +5,7 @@ use crate::common::{mixfleet, scratch};
 use std::io::{Read, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Ctrl-C, the upward arrow, and the marks around pasted text, as terminals send them.
 const CTRL_C: &str = "\x03";
@@ -54,8 +54,15 @@ impl AtTerminal {
         self.keys.flush().unwrap();
     }
 
+    /// Enters keys at the next prompt: what comes before it is dropped.
+    fn enter(&mut self, keys: &str) {
+        self.shows("> ");
+        self.press(keys);
+    }
+
     /// Waits until the screen shows a text that it has not been asked for yet.
     fn shows(&mut self, text: &str) {
+        let until = Instant::now() + Duration::from_secs(60);
         loop {
             let screen = self.screen.lock().unwrap().clone();
             if let Some(at) = screen[self.seen..].find(text) {
@@ -63,6 +70,7 @@ impl AtTerminal {
                 return;
             }
             assert!(self.child.try_wait().unwrap().is_none(), "it ended without '{text}': {screen}");
+            assert!(Instant::now() < until, "no '{text}' on the screen: {screen}");
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -79,23 +87,25 @@ fn a_chat_is_edited_recalled_pasted_and_stopped() {
     let words = ["chat", "--device", "cpu", "--max-tokens", "4", "--temperature", "0"];
     let mut chat = AtTerminal::start(&words, &state);
     chat.shows("/bye or Ctrl-D ends");
-    chat.press("/hlep\r");
+    chat.enter("/hlep\r");
     chat.shows("there is no /hlep");
-    chat.press("/help\r");
+    chat.enter("/help\r");
     chat.shows("/system TEXT sets the system prompt");
-    chat.press("/system Be brief.\r/system\r");
+    chat.enter("/system Be brief.\r");
+    chat.shows("Be brief.");
+    chat.enter("/system\r");
     chat.shows("system prompt: Be brief.");
-    chat.press("helo\x7flo\r");
+    chat.enter("helo\x7flo\r");
     chat.shows("tokens, the first after");
     // the message before, as it was edited
-    chat.press(&format!("{UP}\r"));
+    chat.enter(&format!("{UP}\r"));
     chat.shows("tokens, the first after");
     let [begin, end] = PASTE;
-    chat.press(&format!("{begin}first\nsecond{end}\r"));
+    chat.enter(&format!("{begin}first\nsecond{end}\r"));
     chat.shows("tokens, the first after");
-    chat.press(CTRL_C);
+    chat.enter(CTRL_C);
     chat.shows("/bye or Ctrl-D ends");
-    chat.press("/bye\r");
+    chat.enter("/bye\r");
     let (code, screen) = chat.ends();
     assert_eq!(code, Some(0), "{screen}");
     assert_eq!(screen.matches("tokens, the first after").count(), 3, "{screen}");
@@ -109,14 +119,12 @@ fn ctrl_c_stops_an_answer_and_the_chat_goes_on() {
     // a simulated device on which a token takes most of a second
     let words = ["chat", "--device", "sim:rtx-4090,compute,dilation:100", "--max-tokens", "1000"];
     let mut chat = AtTerminal::start(&words, &state);
-    chat.shows("> ");
-    chat.press("hello\r");
+    chat.enter("hello\r");
     chat.shows("hello");
     std::thread::sleep(Duration::from_millis(300));
     chat.press(CTRL_C);
     chat.shows("[stopped, ");
-    chat.shows("> ");
-    chat.press("/bye\r");
+    chat.enter("/bye\r");
     let (code, screen) = chat.ends();
     assert_eq!(code, Some(0), "{screen}");
 }

@@ -85,7 +85,7 @@ fn mistakes_have_their_exit_codes_and_words() {
         (&["stats", path, "--policy", "fifo"], 2, "known: lru, lfu, length-aware"),
         (&["stats", path, "--prefill=1"], 2, "expected two numbers"),
         (&["stats", path, "--speedup", "1e-300"], 2, "above 0"),
-        (&["stats", path, "--jitter=inf"], 2, "above 0"),
+        (&["stats", path, "--jitter=inf"], 2, "a positive number of seconds"),
         (&["generate", "--rate=-1"], 2, "above 0"),
         (&["generate", "--rate", "1e-320"], 2, "above 0"),
         (&["generate", "--rate", "1e-8"], 2, "must lie between 1e-6 and 1e4"),

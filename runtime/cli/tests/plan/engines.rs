@@ -95,7 +95,7 @@ fn what_a_plan_for_vllm_writes_starts_a_gateway_that_answers_by_its_engines() {
 
     // the file's statement about an engine is not trusted if the engine can be queried
     for (from, to, says) in [
-        (",part=", ",part=X", "no part is called 'X'"),
+        (",part=", ",part=X", "no part is called 'X"),
         (",usd=", ",usd=-", "no price"),
         (",shape=llama", ",shape=lama", "shape=lama"),
         ("vllm:", "vlm:", "unknown kind"),
@@ -150,7 +150,7 @@ fn what_pods_are_told_is_what_containers_of_one_machine_are() {
         let first = format!("vllm:http://{}-0.mixfleet-engines:8000", name.to_lowercase());
         assert!(of(&commands[0], "--worker-engine").iter().any(|word| word.starts_with(&first)), "{pods}");
         let replicas = format!(
-            "name: {}\nspec:\n  serviceName: mixfleet-engines\n  replicas: {}\n",
+            "name: {}\nspec:\n  serviceName: mixfleet-engines\n  podManagementPolicy: Parallel\n  replicas: {}\n",
             name.to_lowercase(),
             pool["count"]
         );
