@@ -158,8 +158,13 @@ def others():
     """The pages of the other commands."""
     trace = PAGES / "trace.jsonl"
     dice = random.Random(7)
-    lines = ({"timestamp": at * 500, "input_length": dice.randrange(600, 6000), "output_length": dice.randrange(20, 400),
-              "hash_ids": [0, dice.randrange(1, 40)]} for at in range(200))
+    def line(at):
+        tokens = dice.randrange(600, 6000)
+        own = range(1000 + at * 16, 1000 + at * 16 + -(-tokens // 512) - 2)
+        return {"timestamp": at * 500, "input_length": tokens, "output_length": dice.randrange(20, 400),
+                "hash_ids": [0, dice.randrange(1, 40), *own]}
+
+    lines = [line(at) for at in range(200)]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     fleet = PAGES / "FLEET.toml"
     times = ("{ prefill_s = { overhead = 0.0, per_token = 1e-3, per_token_squared = 0.0 }, "

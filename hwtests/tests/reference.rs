@@ -24,7 +24,7 @@ fn both_levels_hold_every_operation_and_dtype() {
     for level in [SuiteLevel::Quick, SuiteLevel::Full] {
         let cases = cases::cases(level, &limits);
         let names: BTreeSet<_> = cases.iter().map(|case| case.sig.name()).collect();
-        assert_eq!(names.len(), 23, "{names:?}");
+        assert_eq!(names.len(), 24, "{names:?}");
         let gemms: BTreeSet<_> = cases
             .iter()
             .filter_map(|case| match case.sig {

@@ -166,7 +166,6 @@ impl KnownModel {
         LayerStyle {
             norms: NormPlacement::Around,
             gelu: true,
-            scaled_embedding: true,
             ropes: (0..self.layers).map(rope).collect(),
             ..LayerStyle::default()
         }

@@ -311,7 +311,7 @@ fn whole(status: StatusCode, document: &Value) -> Answer {
 }
 
 fn failed(status: StatusCode, why: &str) -> Answer {
-    let reason = status.canonical_reason().unwrap_or_default();
+    let reason = status.canonical_reason().unwrap_or_default().replace(' ', "");
     let document = json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": why, "reason": reason,
                           "code": status.as_u16(), "metadata": {}});
     whole(status, &document)

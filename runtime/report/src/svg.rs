@@ -23,7 +23,7 @@ const BOTTOM: f64 = 44.0;
 const MARGIN: f64 = 0.12;
 /// Sizes of a drawing for wide windows, and for phones, where text keeps its size.
 const WIDE: ChartFrame = ChartFrame { width: 860.0, left: 94.0, top: 14.0, ticks: 8, is_narrow: false };
-const NARROW: ChartFrame = ChartFrame { width: 350.0, left: 66.0, top: 26.0, ticks: 4, is_narrow: true };
+const NARROW: ChartFrame = ChartFrame { width: 350.0, left: 80.0, top: 26.0, ticks: 4, is_narrow: true };
 /// Colours of the style sheet.
 const COLOURS: usize = 6;
 /// Number of series that differ from each other in their marks and lines.

@@ -247,7 +247,7 @@ fn assert_placed(checkpoint: &Checkpoint, device: &dyn Device) -> Weights {
             continue;
         };
         mlp(experts.shared > 0, experts.names.shared());
-        optional(Weight::Correction, experts.correction, "mlp.gate.e_score_correction_bias");
+        optional(Weight::Correction, experts.correction, experts.names.correction());
         optional(Weight::SharedGate, experts.shared_gate, "mlp.shared_expert_gate.weight");
         part(Weight::Router, &format!("{}.weight", experts.names.router()));
         optional(Weight::RouterBias, experts.clamped.is_some(), "mlp.router.bias");

@@ -416,7 +416,7 @@ fn glm_has_experts_of_deepseek_and_rotates_a_part_of_a_head() {
         (json!({"use_qk_norm": 1}), "field 'use_qk_norm'"),
         (json!({"n_group": 3}), "field 'n_group'"),
         (json!({"num_experts_per_tok": 200}), "field 'n_group': route"),
-        (json!({"model_type": "gemma2"}), "'gemma2' is not supported"),
+        (json!({"model_type": "apertus"}), "'apertus' is not supported"),
     ] {
         let error = parse(glm(more)).expect_err(expected).to_string();
         assert!(error.contains(expected), "{error}\nlacks: {expected}");

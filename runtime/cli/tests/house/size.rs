@@ -15,7 +15,7 @@ const LINES: &[(&str, usize)] = &[
     ("backends/simulated", 2442),
     ("backends/wgpu", 2921),
     ("backends/wire", 6469),
-    ("hal", 6065),
+    ("hal", 6072),
     ("hwtests", 12_550),
     ("runtime", 43_300),
     ("runtime/cli", 17_490),

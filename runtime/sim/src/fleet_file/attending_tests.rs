@@ -79,7 +79,7 @@ fn what_cannot_be_apart_is_refused_with_the_key_and_the_reason() {
     says("qwen3-next-80b-a3b", "device = 'attn:H100-SXM-80GB,L4'", &["linear attention"]);
     says("llama-3.1-8b", "device = 'attn:H100-SXM-80GB'", &["device", "two parts"]);
     says("llama-3.1-8b", "device = 'attn:L4,L4,L4'", &["two parts", "attn_devices"]);
-    says("llama-3.1-8b", "device = 'attn:L4,L5'", &["no 'L5'"]);
+    says("llama-3.1-8b", "device = 'attn:L4,L5'", &["no part is called 'L5'"]);
     says("llama-3.1-8b", "device = 'L4'\nattn_devices = 2", &["attn_devices", "attn:A,B"]);
     says("llama-3.1-8b", "device = 'attn:L4,L4'\nattn_devices = 0", &["attn_devices: is 0"]);
     says("llama-3.1-8b", "device = 'attn:L4,L4'\nattn_batches = 3", &["attn_batches: is 3"]);

@@ -113,6 +113,7 @@ fn soft_caps_and_windows_of_gemma_are_read() {
     assert_eq!((second.windows[0], second.layout.offset_norms), (Some(7), false));
     let third = gemma("gemma3")
         .float("gemma3.final_logit_softcapping", 25.0)
+        .float("gemma3.rope.freq_base_swa", 5000.0)
         .tensor("blk.0.attn_q_norm.weight", &[16], 1.0)
         .tensor("blk.0.attn_k_norm.weight", &[16], 1.0);
     let config = third.open("gemma3").unwrap().config;
