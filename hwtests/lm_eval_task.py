@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Log-likelihoods that the package lm-eval gets from `mixfleet serve`, beside those that NumPy computes from the
 same GGUF file in float32. hwtests/lm_eval.sh runs it."""
-import argparse, glob, json, os, re, subprocess, sys, tempfile, time
+import argparse, glob, json, os, subprocess, sys, tempfile, time
 import numpy as np
+from served import serve
 
 CAPITALS = [("France", "Paris"), ("Italy", "Rome"), ("Spain", "Madrid"), ("Germany", "Berlin"), ("Japan", "Tokyo"), ("China", "Beijing"),
             ("Russia", "Moscow"), ("Egypt", "Cairo"), ("Greece", "Athens"), ("Austria", "Vienna"), ("Ireland", "Dublin"), ("Peru", "Lima")]
@@ -104,23 +105,6 @@ def write_tasks(folder):
         if name == "sentences":
             text = text.replace("higher_is_better: true", "higher_is_better: false")
         open(os.path.join(folder, name + ".yaml"), "w").write(text + 'target_delimiter: ""\n')
-
-
-def serve(model, devices):
-    log = tempfile.NamedTemporaryFile("w+", suffix=".log")
-    command = [os.environ["MIXFLEET"], "serve", "--model", model, "--name", "m", "--listen", "127.0.0.1:0"]
-    for device in devices:
-        command += ["--device", device]
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    for _ in range(1200):
-        text = open(log.name).read()
-        ready = re.search(r"ready: (http://\S+)/v1", text)
-        if ready:
-            return process, ready.group(1), log
-        if process.poll() is not None:
-            sys.exit(text)
-        time.sleep(0.1)
-    sys.exit(f"not ready in two minutes: {text}")
 
 
 def evaluate(folder, address, limit_s=1200):

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Greedy answers of `mixfleet serve` beside llama.cpp's, from one GGUF file. hwtests/real.sh runs it."""
-import argparse, json, os, re, subprocess, sys, tempfile, time, urllib.request
+import argparse, json, os, urllib.request
+from served import serve
 
 # llama.cpp rounds activations to eight bits: two logits nearer than this may change places. On 12 of these prompts they
 # moved by up to 0.58, where the weights in f32 give all tokens of ours.
@@ -25,23 +26,6 @@ def reference(model):
     params.model.path, params.n_ctx, params.n_parallel, params.verbosity, params.port = model, 2048, 1, -1, 0
     params.use_jinja = True
     return xllamacpp.Server(params)
-
-
-def serve(model, devices):
-    log = tempfile.NamedTemporaryFile("w+", suffix=".log")
-    command = [os.environ["MIXFLEET"], "serve", "--model", model, "--name", "m", "--listen", "127.0.0.1:0"]
-    for device in devices:
-        command += ["--device", device]
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    for _ in range(1200):
-        text = open(log.name).read()
-        ready = re.search(r"ready: (http://\S+)/v1", text)
-        if ready:
-            return process, ready.group(1), log
-        if process.poll() is not None:
-            sys.exit(text)
-        time.sleep(0.1)
-    sys.exit(f"not ready in two minutes: {text}")
 
 
 def main():

@@ -297,7 +297,8 @@ mod tests {
     const TARGET: PlanTarget =
         PlanTarget { scratch: DeviceRange { address: 1 << 40, bytes: 64 << 20 }, ..HOPPER };
 
-    fn product(m: u32, weight: Quantised, (x, out): (DType, DType)) -> OpSig {
+    fn product(m: u32, weight: Quantised, dtypes: [DType; 2]) -> OpSig {
+        let [x, out] = dtypes;
         OpSig::QuantisedGemm { m, n: 5000, k: 4096, x, weight, out, bias: true, accumulate: true }
     }
 
@@ -312,7 +313,7 @@ mod tests {
     #[test]
     fn slabs_are_all_rows_of_the_weights_once() {
         let q4_0 = Quantised::in_rows(CodeKind::U4, 32, ScaleKind::F16, ZeroKind::Middle);
-        let sig = product(33, q4_0, (DType::Bf16, DType::F32));
+        let sig = product(33, q4_0, [DType::Bf16, DType::F32]);
         let steps = steps(&sig, &TARGET);
         let places = places(&sig);
         let (bias, out) = (places[3].address, places[4].address);
@@ -340,7 +341,7 @@ mod tests {
             (launch.kernel, steps.len())
         };
         let rows = |code, columns, scale| Quantised::in_rows(code, columns, scale, ZeroKind::Middle);
-        let (to_f32, f32s) = ((DType::Bf16, DType::F32), (DType::F32, DType::F32));
+        let (to_f32, f32s) = ([DType::Bf16, DType::F32], [DType::F32, DType::F32]);
         for weight in [
             rows(U4, 32, ScaleKind::F16),
             rows(U4, 128, ScaleKind::Bf16),
@@ -353,7 +354,7 @@ mod tests {
             assert_eq!(kernel(16, weight, f32s, &TARGET), ("quantised_few_rows", 2));
             assert_eq!(kernel(64, weight, to_f32, &TARGET).0, "widen");
             // what cuBLASLt would round before it adds
-            assert_eq!(kernel(64, weight, (DType::Bf16, DType::Bf16), &TARGET).0, "quantised_few_rows");
+            assert_eq!(kernel(64, weight, [DType::Bf16, DType::Bf16], &TARGET).0, "quantised_few_rows");
             let without = PlanTarget { blas: false, ..TARGET };
             assert_eq!(kernel(64, weight, to_f32, &without), ("quantised_few_rows", 4));
         }

@@ -19,7 +19,7 @@ const ARRIVALS: u64 = 1500;
 
 /// How requests come to one of the instances.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Load {
+pub(crate) enum FigureLoad {
     /// All at once.
     Burst,
     /// From this many clients.
@@ -44,7 +44,7 @@ pub(crate) struct Published {
     pub(crate) instances: u32,
     pub(crate) experts_by_member: bool,
     pub(crate) sequences_max: Option<u32>,
-    pub(crate) load: Load,
+    pub(crate) load: FigureLoad,
     pub(crate) requests: u64,
     /// Least and most tokens.
     pub(crate) prompt: [u32; 2],
@@ -65,9 +65,9 @@ impl Published {
         let each = |all: u64| all.div_ceil(u64::from(self.instances));
         let requests = each(self.requests).clamp(1, BURST_MAX);
         let (clients, requests) = match self.load {
-            Load::Burst => (requests as u32, requests),
-            Load::Closed(clients) => (each(clients.into()) as u32, requests),
-            Load::Arrivals(_) => (ARRIVALS as u32, ARRIVALS),
+            FigureLoad::Burst => (requests as u32, requests),
+            FigureLoad::Closed(clients) => (each(clients.into()) as u32, requests),
+            FigureLoad::Arrivals(_) => (ARRIVALS as u32, ARRIVALS),
         };
         let load = ClosedLoop {
             clients,
@@ -79,7 +79,7 @@ impl Published {
             seed: 1,
         };
         let mut all: Vec<Request> = load.requests().filter_map(Result::ok).collect();
-        if let Load::Arrivals(rate) = self.load {
+        if let FigureLoad::Arrivals(rate) = self.load {
             let (mut at, mut random) = (0.0, Stream::new(1));
             for request in &mut all {
                 at -= (1.0 - random.next_unit()).ln() * f64::from(self.instances) / rate;
@@ -172,7 +172,7 @@ fn page(row: &Row) -> Result<Published, String> {
         instances: row.dp,
         experts_by_member: extra.ep && row.tp > 1,
         sequences_max: (extra.mns > 0).then_some(extra.mns),
-        load: if row.kind == "burst" { Load::Burst } else { Load::Closed(row.clients as u32) },
+        load: if row.kind == "burst" { FigureLoad::Burst } else { FigureLoad::Closed(row.clients as u32) },
         requests: row.requests as u64,
         prompt: tokens(row.isl),
         answer: tokens(row.osl),
@@ -251,8 +251,8 @@ fn result(row: &MlperfRow) -> Result<Published, String> {
     let (tokens, samples) = row.tokens_per_s.zip(row.samples_per_s).ok_or("no tokens per second")?;
     let mean = (tokens / samples).round() as u32;
     let (load, measured) = match (row.scenario.as_str(), row.tpot_mean_ns) {
-        ("Offline", _) => (Load::Burst, (Figure::TokensPerS, tokens)),
-        ("Server" | "Interactive", Some(ns)) => (Load::Arrivals(samples), (Figure::Tpot, ns * 1e-9)),
+        ("Offline", _) => (FigureLoad::Burst, (Figure::TokensPerS, tokens)),
+        ("Server" | "Interactive", Some(ns)) => (FigureLoad::Arrivals(samples), (Figure::Tpot, ns * 1e-9)),
         (other, _) => return Err(format!("scenario {other}")),
     };
     let fits = |devices: &u32| {

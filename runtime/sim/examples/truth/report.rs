@@ -3,7 +3,7 @@
 use crate::fit::{self, Costs, Terms};
 use crate::predict::{Predicted, predict, predict_published, predict_split, tokens_per_s};
 use crate::published::{Published, Set};
-use crate::rows::{Compared, Rows, classes};
+use crate::rows::{ComparedFigure, Rows, classes};
 use crate::runs::{Group, Run, SplitRun};
 use mixfleet_scheduler::cost::{CostModel, EngineCost};
 use std::collections::BTreeMap;
@@ -159,7 +159,7 @@ impl Report {
                         stored.name()
                     );
                 }
-                self.rows.0.push(Compared {
+                self.rows.0.push(ComparedFigure {
                     set: figure.set,
                     part: part.id,
                     engine: engine.name,

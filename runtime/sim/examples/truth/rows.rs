@@ -38,7 +38,7 @@ impl Figure {
 }
 
 /// One compared figure.
-pub(crate) struct Compared {
+pub(crate) struct ComparedFigure {
     pub(crate) set: &'static str,
     pub(crate) part: &'static str,
     pub(crate) engine: &'static str,
@@ -52,9 +52,9 @@ pub(crate) struct Compared {
 
 /// All compared figures.
 #[derive(Default)]
-pub(crate) struct Rows(pub(crate) Vec<Compared>);
+pub(crate) struct Rows(pub(crate) Vec<ComparedFigure>);
 
-/// The classes of a prediction: by the model, by the weights' format, and by what is known of the part.
+/// The classes of a prediction's error: dense or mixture, 4-bit, and the source of the part's profile.
 pub(crate) fn classes(model: &KnownModel, stored: StoredAs, part: &Part) -> Vec<&'static str> {
     let is_four =
         stored.format().is_some_and(|format| ![WeightFormat::Fp8, WeightFormat::Int8].contains(&format));
@@ -62,7 +62,7 @@ pub(crate) fn classes(model: &KnownModel, stored: StoredAs, part: &Part) -> Vec<
     [model].into_iter().chain(is_four.then_some("4-bit")).chain([basis(part)]).collect()
 }
 
-/// What is known of a part; looked up once, since its profile takes long to make.
+/// The source of a part's bf16 rates. Kept in a table, since a profile is slow to build.
 fn basis(part: &Part) -> &'static str {
     static KNOWN: Mutex<BTreeMap<&str, &str>> = Mutex::new(BTreeMap::new());
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -80,7 +80,7 @@ impl Rows {
     /// Adds the errors of a run's time between tokens and of its rate.
     pub(crate) fn of_run(&mut self, run: &Run, tpot: f64, rate: f64, stated: Option<f64>) {
         let part = catalog::part(run.part).expect("a part of the catalog");
-        let of = |(is_tpot, off)| Compared {
+        let of = |(is_tpot, off)| ComparedFigure {
             set: "runs",
             part: run.part,
             engine: run.engine.name,
@@ -94,19 +94,19 @@ impl Rows {
 
     /// Prints the tables.
     pub(crate) fn print(&self) {
-        let sets = |row: &Compared| vec![row.set.to_owned(), "all".to_owned()];
+        let sets = |row: &ComparedFigure| vec![row.set.to_owned(), "all".to_owned()];
         self.table("set", sets);
         self.table("class", |row| row.classes.iter().map(ToString::to_string).collect());
         self.table("engine", |row| vec![row.engine.to_owned()]);
         self.table("part", |row| vec![row.part.to_owned()]);
     }
 
-    fn table(&self, title: &str, keys: impl Fn(&Compared) -> Vec<String>) {
+    fn table(&self, title: &str, keys: impl Fn(&ComparedFigure) -> Vec<String>) {
         println!(
             "\n| {title} | TPOT: figures | error | bias | rate: figures | error | bias | covered | median band |\n\
              |---|---|---|---|---|---|---|---|---|"
         );
-        let mut groups: BTreeMap<String, Vec<&Compared>> = BTreeMap::new();
+        let mut groups: BTreeMap<String, Vec<&ComparedFigure>> = BTreeMap::new();
         for row in &self.0 {
             keys(row).into_iter().for_each(|key| groups.entry(key).or_default().push(row));
         }
