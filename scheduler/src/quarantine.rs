@@ -33,6 +33,8 @@ const ENDS_MAX: usize = 3;
 const SUSPECTS_MAX: usize = 4096;
 /// Interval between two looks for entries that are too old.
 const SWEEP_EVERY: Seconds = Seconds(10.0);
+/// Time after which an engine that nobody can reach counts as ended. Longer than connections take to heal.
+const UNREACHABLE_MAX: Seconds = Seconds(60.0);
 /// Time that news of an end takes from one router to another.
 const HEARD_LATE: Seconds = Seconds(5.0);
 
@@ -86,7 +88,8 @@ pub struct EngineTry {
 pub struct Quarantined {
     /// Engines that ended with it.
     pub engines: usize,
-    /// Those of them that ended for certain; perhaps only the ways to the others were lost.
+    /// Those of them that ended for certain, or that have been away for long; perhaps only the ways to the
+    /// others were lost.
     pub certain: usize,
     /// Time until it may be tried again.
     pub left: Seconds,
@@ -180,7 +183,8 @@ impl Quarantine {
             return TryPermit::Free;
         }
         if is_quarantined(ends) {
-            let certain = ends.iter().filter(|end| end.is_certain).count();
+            let is_settled = |end: &&EngineEnd| end.is_certain || now.0 - end.at.0 >= UNREACHABLE_MAX.0;
+            let certain = ends.iter().filter(is_settled).count();
             return TryPermit::Refused(Quarantined { engines: ends.len(), certain, left });
         }
         match self.trials.values().any(|trial| trial.digest == digest && trial.counts()) {
@@ -412,10 +416,11 @@ mod tests {
         for engine in 0..2 {
             quarantine.ended(&tried(1, 7, engine, 0.0), Unanswered, false, Seconds(1.0));
         }
-        let TryPermit::Refused(refused) = quarantine.permit(RequestDigest(7), Seconds(2.0)) else {
-            panic!("tried")
-        };
-        assert_eq!((refused.engines, refused.certain), (2, 0));
+        for (at, certain) in [(2.0, 0), (1.0 + UNREACHABLE_MAX.0, 2)] {
+            let permit = quarantine.permit(RequestDigest(7), Seconds(at));
+            let TryPermit::Refused(refused) = permit else { panic!("tried at {at} s") };
+            assert_eq!((refused.engines, refused.certain), (2, certain), "at {at} s");
+        }
         quarantine.returned(InstanceId(1));
         assert_eq!(quarantine.permit(RequestDigest(7), Seconds(2.0)), TryPermit::Alone);
     }

@@ -25,7 +25,8 @@ impl AtTerminal {
     fn start(words: &[&str], state: &std::path::Path) -> Self {
         let own = mixfleet();
         let program = own.get_program().to_str().unwrap();
-        let line = [&[program], words].concat().join(" ");
+        // a shell that stays would die of Ctrl-C in the program's stead
+        let line = [&["exec", program], words].concat().join(" ");
         let mut command = Command::new("script");
         own.get_envs().for_each(|(name, value)| {
             let _ = command.env(name, value.unwrap_or_default());
