@@ -33,7 +33,7 @@ const ENDS_MAX: usize = 3;
 const SUSPECTS_MAX: usize = 4096;
 /// Interval between two looks for entries that are too old.
 const SWEEP_EVERY: Seconds = Seconds(10.0);
-/// Time after which an engine that nobody can reach counts as ended. Longer than connections take to heal.
+/// Time after which an unreachable engine counts as ended. Longer than connections take to heal.
 const UNREACHABLE_MAX: Seconds = Seconds(60.0);
 /// Time that news of an end takes from one router to another.
 const HEARD_LATE: Seconds = Seconds(5.0);

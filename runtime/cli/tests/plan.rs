@@ -330,7 +330,21 @@ fn what_has_no_offer_or_is_not_in_stock_is_not_taken() {
     let one = write(&directory, "one.csv", "device_id,count\nRTX-4090,1\n");
     let mut many = STEADY;
     many[4] = "100";
-    fails(&run(&many, &["--inventory", &one]), 1, &["the inventory binds", "% of the load"]);
+    let words = ["the inventory binds", "% of the load", "RTX-4090", "more it would carry all"];
+    fails(&run(&many, &["--inventory", &one]), 1, &words);
+}
+
+/// One request in eleven days takes an instance as one per second does, and a million per second take more
+/// than a simulation.
+#[test]
+fn the_least_and_the_largest_loads_have_an_answer() {
+    let mut load = STEADY;
+    load[4] = "0.000001";
+    let least = planned(&load, &[]);
+    let pools = least["fleets"][0]["pools"].as_array().unwrap();
+    assert!(!pools.is_empty() && pools.iter().all(|pool| pool["count"] == 1), "{least:#}");
+    load[4] = "1000000";
+    fails(&run(&load, &[]), 1, &["instances or more, and a simulation takes 10000"]);
 }
 
 /// Parts that only a marketplace or a paper prices are named, and taken only on request.

@@ -15,8 +15,9 @@ use mixfleet_scheduler::plan::bound::LoadSlots;
 use mixfleet_scheduler::plan::branching::Microlp;
 use mixfleet_scheduler::plan::margin::slower;
 use mixfleet_scheduler::plan::market::{FormedFleet, Market, PlannedPool};
+use mixfleet_scheduler::plan::shortfall::Shortfall;
 use mixfleet_scheduler::plan::tiers::PlannedTiers;
-use mixfleet_sim::fleet_file::{FleetFile, PlannedText};
+use mixfleet_sim::fleet_file::{FleetFile, INSTANCES_MAX, PlannedText};
 use mixfleet_sim::simulate::Choices;
 use mixfleet_sim::trace::Request;
 use std::path::Path;
@@ -53,6 +54,11 @@ impl<'a> FleetTried<'a> {
     fn new(fleet: &'a FormedFleet, file: FleetFile, most_usd: f64) -> Self {
         FleetTried { fleet, file, tiers: PlannedTiers::default(), most_usd, exchanges: false, held: None }
     }
+}
+
+/// The sum of some pools' counts.
+fn instances(counts: impl Iterator<Item = u32>) -> u64 {
+    counts.map(u64::from).sum()
 }
 
 /// A fleet that misses the objective with `counts`.
@@ -154,8 +160,7 @@ impl<'a> PlanSearch<'a> {
     pub fn run(&self) -> Result<PlanFound> {
         let bound = self.market.whole_lower_bound(&Microlp, self.ask.slots);
         let lower_bound = bound.ok().map(|usd| usd.0);
-        let ranked = self.market.rank(&Microlp, EACH);
-        let shortfall = if ranked.is_empty() { self.market.shortfall(&Microlp) } else { Vec::new() };
+        let (ranked, shortfall) = self.ranked();
         (self.ask.progress)(SearchProgress::Ranked {
             fleets: ranked.len(),
             requests: self.ask.requests.len(),
@@ -192,6 +197,20 @@ impl<'a> PlanSearch<'a> {
         }
         outcome.interrupted = self.ask.cancelled.load(Ordering::Relaxed);
         Ok(outcome)
+    }
+
+    /// The fleets that the program ranks and a simulation takes; if there are none, why.
+    fn ranked(&self) -> (Vec<FormedFleet>, Vec<Shortfall>) {
+        let all = self.market.rank(&Microlp, EACH);
+        if all.is_empty() {
+            return (all, self.market.shortfall(&Microlp));
+        }
+        let instances = |fleet: &FormedFleet| instances(fleet.pools.iter().map(|pool| pool.count));
+        let least = all.iter().map(instances).min().unwrap_or(0);
+        let ranked: Vec<_> = all.into_iter().filter(|fleet| instances(fleet) <= INSTANCES_MAX).collect();
+        let too_many = Shortfall::Simulation { instances: least, most: INSTANCES_MAX };
+        let shortfall = if ranked.is_empty() { vec![too_many] } else { Vec::new() };
+        (ranked, shortfall)
     }
 
     fn sort(&self, outcome: &mut PlanFound) {

@@ -118,9 +118,14 @@ fn an_inventory_is_kept_to_and_is_what_binds_where_it_is_too_small() {
     }
     let small = limited([8, 8], 10.0);
     assert!(small.lower_bound(&Microlp).is_err() && small.rank(&Microlp, 2).is_empty());
-    let [Shortfall::Inventory { carried }] = small.shortfall(&Microlp)[..] else {
-        panic!("{:?}", small.shortfall(&Microlp))
-    };
+    let shortfall = small.shortfall(&Microlp);
+    let [Shortfall::Inventory { carried, missing }] = &shortfall[..] else { panic!("{shortfall:?}") };
+    let carried = *carried;
+    for lack in missing {
+        let part = small.parts().iter().position(|offer| offer.part.id == lack.part).unwrap();
+        assert_eq!(lack.devices + 8, u64::from(devices(&free, part)), "{missing:?} {free:?}");
+    }
+    assert!(!missing.is_empty() && shortfall[0].to_string().ends_with(" more it would carry all"));
     assert!(carried > 0.01 && carried < 0.9, "{carried}");
     assert!(limited([8, 8], 10.0 * carried).lower_bound(&Microlp).is_ok());
     assert!(limited([8, 8], 10.0 * (carried + 0.01)).lower_bound(&Microlp).is_err());

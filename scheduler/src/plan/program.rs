@@ -23,6 +23,8 @@ use serde::{Deserialize, Serialize};
 
 /// How far a count may lie above a whole number and still be that number.
 const ROUNDING: f64 = 1e-6;
+/// The least part of an instance that a whole class keeps busy: less is a count of zero to solvers.
+const BUSY_MIN: f64 = 1e-4;
 
 /// A part of the work of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -213,7 +215,7 @@ impl Program {
             let cost = ceiling_price(&placing.takes) * rate;
             let column = program.column(Column { cost, most: parts, whole: self.slices.is_some() });
             placing.takes.iter().for_each(|&(at, amount)| over[at].push((column, amount * rate)));
-            busy[placing.on].push((column, placing.instances * rate));
+            busy[placing.on].push((column, self.busy(placing) / parts));
             for &stage in placing.duty.stages() {
                 done[placing.class][stage as usize].push((column, 1.0));
             }
@@ -243,6 +245,12 @@ impl Program {
         program
     }
 
+    /// The instances that a placing of a whole class keeps busy.
+    fn busy(&self, placing: &Placing) -> f64 {
+        let busy = placing.instances * self.classes[placing.class].rate;
+        if busy > 0.0 { busy.max(BUSY_MIN) } else { 0.0 }
+    }
+
     /// Where to start from: the relaxed optimum's shares on whole instances. It may break a limit.
     fn rounded_up(&self, relaxed: &Solution) -> Vec<f64> {
         let (kinds, placings) = (self.rentables.len(), self.placings.len());
@@ -251,10 +259,7 @@ impl Program {
         let with_spares = (0..kinds).filter(|kind| self.rentables[*kind].spares > 0);
         for (kind, in_use) in with_spares.zip(kinds + placings..) {
             let own = |at: &usize| self.placings[*at].on == kind && values[kinds + at] > 0.0;
-            let busy = |at: usize| {
-                let placing = &self.placings[at];
-                values[kinds + at] * placing.instances * self.classes[placing.class].rate
-            };
+            let busy = |at: usize| values[kinds + at] * self.busy(&self.placings[at]);
             let used: Vec<usize> = (0..placings).filter(own).collect();
             if !used.is_empty() {
                 let load: f64 = used.iter().map(|&at| busy(at)).sum();

@@ -407,6 +407,17 @@ fn a_program_without_an_answer_says_why() {
 /// A search that may not branch still gives a fleet that carries the load, and says that it is not proven;
 /// the same limits give the same fleet.
 #[test]
+fn however_small_the_load_one_instance_is_rented() {
+    for rate in [1e-9, 1e-6, 1e-3, 0.1] {
+        let mut program = melange(None);
+        program.classes.iter_mut().for_each(|class| class.rate = rate);
+        let fleet = solve(&program).unwrap();
+        assert_eq!(fleet.counts.iter().sum::<u32>(), 1, "{rate}: {fleet:?}");
+        assert!(fleet.lower_bound <= fleet.usd_per_hour, "{rate}: {fleet:?}");
+    }
+}
+
+#[test]
 fn a_limit_of_nodes_gives_a_whole_fleet_and_always_the_same() {
     let mut random = Stream::new(3);
     let mut program = Program::default();

@@ -2,6 +2,7 @@
 
 use super::linear::Solver;
 use super::market::Market;
+use super::offer::OfferedPart;
 use mixfleet_hal::units::{Ordered, Seconds};
 use serde::Serialize;
 
@@ -35,12 +36,35 @@ pub enum Shortfall {
     Inventory {
         /// The share of the load that they carry at most.
         carried: f64,
+        /// What the cheapest fleet without limits needs beyond them.
+        missing: Vec<MissingDevices>,
     },
+    /// Every fleet has more instances than a simulation takes.
+    Simulation {
+        /// Instances of the smallest fleet.
+        instances: u64,
+        /// Instances that a simulation takes.
+        most: u64,
+    },
+}
+
+/// Devices that an inventory lacks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct MissingDevices {
+    /// The part.
+    pub part: &'static str,
+    /// How many more are needed.
+    pub devices: u64,
 }
 
 impl std::fmt::Display for Shortfall {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
+            Shortfall::Memory { held } if *held <= 0.0 => write!(
+                f,
+                "memory binds: no instance of up to 32 devices holds the model and one of the requests; allow \
+                 larger parts, or store weights in fewer bits"
+            ),
             Shortfall::Memory { held } => write!(
                 f,
                 "memory binds: no instance of up to 32 devices holds the model and more than {:.2} % of the \
@@ -56,10 +80,23 @@ impl std::fmt::Display for Shortfall {
             Shortfall::Tbt { nearest_s, on } => {
                 write!(f, "TBT binds: steps take longer even alone; the nearest is {nearest_s:.4} s, on {on}")
             }
-            Shortfall::Inventory { carried } => write!(
+            Shortfall::Inventory { carried, missing } => {
+                write!(
+                    f,
+                    "the inventory binds: it carries at most {:.1} % of the load within the objectives",
+                    100.0 * carried
+                )?;
+                let words = |lack: &MissingDevices| format!("{} {}", lack.devices, lack.part);
+                let words: Vec<String> = missing.iter().map(words).collect();
+                match words.is_empty() {
+                    true => Ok(()),
+                    false => write!(f, "; with {} more it would carry all", words.join(" and ")),
+                }
+            }
+            Shortfall::Simulation { instances, most } => write!(
                 f,
-                "the inventory binds: it carries at most {:.1} % of the load within the objectives",
-                100.0 * carried
+                "the load takes {instances} instances or more, and a simulation takes {most}: plan for a part of the \
+                 load, and rent that fleet several times"
             ),
         }
     }
@@ -81,7 +118,8 @@ impl Market {
             found.push(Shortfall::Tbt { nearest_s: least.0, on });
         }
         if found.is_empty() && self.relaxed(solver, 1.0, None).is_err() {
-            found.push(Shortfall::Inventory { carried: self.carried(solver) });
+            let (carried, missing) = (self.carried(solver), self.missing(solver));
+            found.push(Shortfall::Inventory { carried, missing });
         }
         found
     }
@@ -112,7 +150,20 @@ impl Market {
                 return Ok((*time, on.clone()));
             }
         }
-        Err(least.iter().map(|(_, rate, _)| rate).sum::<f64>() / self.rate())
+        Err(least.iter().map(|(_, rate, _)| rate).fold(0.0, |sum, rate| sum + rate) / self.rate())
+    }
+
+    /// What the cheapest fleet without an inventory has beyond it.
+    fn missing(&self, solver: &dyn Solver) -> Vec<MissingDevices> {
+        let mut endless = self.clone();
+        endless.ask.parts.iter_mut().for_each(|offer| offer.most = None);
+        let Some(fleet) = endless.cheapest(solver) else { return Vec::new() };
+        let lacks = |(part, offer): (usize, &OfferedPart)| {
+            let wanted: u64 = fleet.pools.iter().map(|pool| pool.devices_of(part)).sum();
+            let devices = wanted.saturating_sub(offer.most?.into());
+            (devices > 0).then_some(MissingDevices { part: offer.part.id, devices })
+        };
+        self.ask.parts.iter().enumerate().filter_map(lacks).collect()
     }
 
     /// The share of the load that the relaxed program carries.

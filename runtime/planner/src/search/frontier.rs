@@ -4,7 +4,7 @@
 //! with more instances, finally with the most that cost less than the best fleet so far. So no more expensive
 //! fleet is simulated, even if its rates looked good.
 
-use super::{FleetTried, POLICIES, PlanSearch, WAVE, ended_missing};
+use super::{FleetTried, POLICIES, PlanSearch, WAVE, ended_missing, instances};
 use crate::Result;
 use crate::cores::on_all_cores;
 use crate::found::{PlanFound, has_spare, is_apart};
@@ -14,7 +14,7 @@ use mixfleet_hal::units::Ordered;
 use mixfleet_scheduler::fleet::Policy;
 use mixfleet_scheduler::plan::market::{FormedFleet, PlannedPool};
 use mixfleet_scheduler::plan::tiers::PlannedTiers;
-use mixfleet_sim::fleet_file::FleetFile;
+use mixfleet_sim::fleet_file::{FleetFile, INSTANCES_MAX};
 
 /// Fleets that are simulated to the end to say how near they come, where none holds.
 const NEAREST: usize = 4;
@@ -152,8 +152,10 @@ impl PlanSearch<'_> {
             let pools = self.with_spares(&pools, counts);
             self.usd_per_hour(&pools, fleet, &PlannedTiers::default())
         };
-        let fits =
-            |counts: &[u32]| rent(counts) < most_usd && self.is_in_stock(&self.with_spares(&pools, counts));
+        let fits = |counts: &[u32]| {
+            let is_simulated = instances(counts.iter().copied()) <= INSTANCES_MAX;
+            is_simulated && rent(counts) < most_usd && self.is_in_stock(&self.with_spares(&pools, counts))
+        };
         let mut next = simulated.growth.clone();
         match next.grow(&simulated.trial.results, &fits, &rent) {
             true => {

@@ -9,7 +9,7 @@ use toml::{Table, Value};
 /// Minimum of a nonzero value of most keys.
 const LEAST: f64 = 1e-15;
 /// Maximum number of instances of all pools together.
-const INSTANCES_MAX: u64 = 10_000;
+pub const INSTANCES_MAX: u64 = 10_000;
 /// Maximum number of tokens in a tier of an instance, stated or derived from bytes.
 pub(super) const TIER_TOKENS_MAX: u64 = 1_000_000_000_000;
 

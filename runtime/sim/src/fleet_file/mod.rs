@@ -22,6 +22,7 @@ mod spare;
 pub use attending::AttentionDevices;
 pub use class::{Class, ClassMembers, Promise};
 pub use error::FleetFileError;
+pub use limits::INSTANCES_MAX;
 pub use own::{OwnCalibration, OwnDevice};
 pub use planned::{PlannedText, role_of};
 pub use routing::Routing;

@@ -296,14 +296,16 @@ pub(in crate::plan) fn unmet(planned: &Planned<'_>) -> String {
         let results = &nearest.trial.results;
         let _ = write!(
             text,
-            "; {} binds in simulation: the nearest is {}, where {:.2} % of the requests meet it (p99 of TTFT {:.3} s, of \
-             TBT {:.4} s)",
+            "; {} binds in simulation: the nearest is {}, where {:.2} % of the requests meet it",
             missed(&nearest.trial),
             words(planned, nearest),
-            100.0 * nearest.trial.attained,
-            results.ttft_s.p99,
-            results.tbt_s.p99
+            100.0 * nearest.trial.attained
         );
+        // a run that was stopped has none
+        if results.ttft_s.count > 0 {
+            let (ttft, tbt) = (results.ttft_s.p99, results.tbt_s.p99);
+            let _ = write!(text, " (p99 of TTFT {ttft:.3} s, of TBT {tbt:.4} s)");
+        }
     }
     if outcome.shortfall.is_empty() && !outcome.complete {
         text.push_str(match outcome.interrupted {
