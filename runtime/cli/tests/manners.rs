@@ -1,4 +1,4 @@
-//! Promises of the command line to its users; docs/results/manners.md lists them.
+//! Promises of the command line to its users.
 
 use crate::common::server::Server;
 use crate::common::{fixture, mixfleet, scratch};
