@@ -35,7 +35,7 @@ ADDED = {
     ),
 }
 # Kinds of other projects, whose schemas no package has.
-UNCHECKED = {"DynamoGraphDeployment", "HTTPRoute", "Kustomization", "LLMInferenceService", "PodMonitor", "ScaledObject"}
+UNCHECKED = {"DynamoGraphDeployment", "HTTPRoute", "Kustomization", "LLMInferenceService", "LeaderWorkerSet", "PodMonitor", "ScaledObject"}
 INFERENCE_POOL = Path("../shared/data/crds/inferencepools-v1.yaml")
 # Files that plans wrote, which a test keeps as they are written.
 PLANS = Path("runtime/cli/tests/plans")

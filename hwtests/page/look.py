@@ -162,6 +162,8 @@ def look(playwright, server, port):
     check(all(len(numbers(row)) >= 6 for row in rows.all()), "with numbers")
     states = [row.locator(".badge").inner_text() for row in rows.all()]
     check(states == ["healthy", "healthy"], f"and a state: {states}")
+    prices = [row.locator("td").nth(10).inner_text() for row in rows.all()]
+    check(prices == ["0.05", "0.02"], f"and the price that it was given: {prices}")
     placed.first.get_by_role("button").click()
     expect(page.locator("#why tbody tr")).to_have_count(1)
     expect(page.locator("#why tbody tr").first).to_contain_text("chosen")

@@ -234,6 +234,8 @@ pub struct Metrics {
     pub device_busy_usd: Family<DeviceLabels, UsdCounter>,
     /// `mixfleet_device_idle_usd_total{device}`: its rent while it was up and had none.
     pub device_idle_usd: Family<DeviceLabels, UsdCounter>,
+    /// `mixfleet_device_usd_per_hour{device}`: its rent while it is up.
+    pub device_usd_per_hour: Family<DeviceLabels, FractionGauge>,
     /// `mixfleet_instances`: instances that accept requests, by the engine.
     pub instances: Gauge,
     /// `mixfleet_serves`: 1 while some pair of instances can prefill and decode, else 0, by the engine.
@@ -457,6 +459,7 @@ impl Metrics {
             request_usd: dollars(to, "request_usd", "Rent of devices for a request"),
             device_busy_usd: plain(to, "device_busy_usd", "Rent of a device while it had requests"),
             device_idle_usd: plain(to, "device_idle_usd", "Rent of a device while it had none"),
+            device_usd_per_hour: plain(to, "device_usd_per_hour", "Rent of a device that is up"),
             instances: plain(to, "instances", "Instances that take requests"),
             serves: plain(to, "serves", "Whether some pair of instances can prefill and decode"),
             instance_up: plain(to, "instance_up", "Whether an instance answers"),

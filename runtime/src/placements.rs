@@ -58,13 +58,14 @@ impl Placements {
         self.record(id, value);
         let Some(chosen) = explanation.chosen() else { return };
         let terms = chosen.terms.as_ref();
+        let rounded = |value: f64| (value * 1e6).round() / 1e6;
         tracing::info!(
             id,
             prefill = %chosen.prefill_device,
             decode = %chosen.decode_device,
             cached_tokens = terms.map(|terms| terms.cached_tokens),
-            ttft_s = terms.map(|terms| terms.ttft_s),
-            tbt_s = terms.map(|terms| terms.tbt_s),
+            ttft_s = terms.map(|terms| rounded(terms.ttft_s)),
+            tbt_s = terms.map(|terms| rounded(terms.tbt_s)),
             score = terms.map(|terms| terms.score),
             candidates = explanation.candidates.len(),
             "placed"

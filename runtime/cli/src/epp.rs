@@ -22,7 +22,7 @@ use mixfleet_runtime::metrics::Metrics;
 use mixfleet_scheduler::fleet::{FleetConfig, Role};
 use mixfleet_sim::simulate::Choices;
 use std::num::NonZeroUsize;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
@@ -53,12 +53,8 @@ pub(crate) struct EppArgs {
     /// Address of /metrics, /live, /health and /debug/placement
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:9090", value_parser = address)]
     metrics: String,
-    /// The planned fleet whose replicas KEDA asks for
-    #[arg(long, value_name = "FILE.yaml", requires = "scaler", hide = true)]
-    scale: Option<PathBuf>,
-    /// Address of KEDA's external scaler
-    #[arg(long, value_name = "HOST:PORT", requires = "scale", value_parser = address, hide = true)]
-    scaler: Option<String>,
+    #[command(flatten)]
+    scaling: ScalerArgs,
     /// Endpoints named behind the destination; 0 for ORIGINAL_DST clusters, which take one
     #[arg(long, value_name = "N", default_value_t = 2)]
     fallbacks: usize,
@@ -78,6 +74,57 @@ pub(crate) struct EppArgs {
     json: bool,
 }
 
+/// KEDA's external scaler, beside a picker or a router.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct ScalerArgs {
+    /// The planned fleet whose replicas KEDA asks for
+    #[arg(long, value_name = "FILE.yaml", requires = "scaler", hide = true)]
+    scale: Option<PathBuf>,
+    /// Address of KEDA's external scaler
+    #[arg(long, value_name = "HOST:PORT", requires = "scale", value_parser = address, hide = true)]
+    scaler: Option<String>,
+}
+
+impl ScalerArgs {
+    /// Reads the plan, if there is to be a scaler.
+    ///
+    /// # Errors
+    /// When the file is not a plan.
+    pub(crate) fn read(&self) -> Result<Option<PlannedScaler>> {
+        let (Some(file), Some(address)) = (&self.scale, &self.scaler) else { return Ok(None) };
+        let text = mixfleet_hal::files::read_text(file);
+        let text = text.with_context(|| format!("--scale: cannot read {}", file.display()))?;
+        let wrong = |why: String| UsageError(format!("--scale {}: {why}", file.display()));
+        let scaler = FleetScaler::read(&text).map_err(wrong)?;
+        Ok(Some(PlannedScaler { scaler, address: address.clone() }))
+    }
+}
+
+/// A scaler that does not listen yet.
+pub(crate) struct PlannedScaler {
+    scaler: FleetScaler,
+    address: String,
+}
+
+impl PlannedScaler {
+    /// Decides replicas, and serves autoscalers, forever.
+    ///
+    /// # Errors
+    /// When the address cannot be listened on.
+    pub(crate) async fn start(self, env: SharedEnv, metrics: Metrics) -> Result<()> {
+        let PlannedScaler { scaler, address } = self;
+        let listener = bind("--scaler", &address).await?;
+        tracing::info!(scaler = %listener.local_addr()?, "serves autoscalers");
+        tokio::spawn(scaler.clone().follow(env, metrics));
+        tokio::spawn(async move {
+            if let Err(error) = scaler.serve(listener).await {
+                tracing::error!(%error, "the scaler ended");
+            }
+        });
+        Ok(())
+    }
+}
+
 /// A listening address; one without a host means all interfaces.
 fn address(text: &str) -> Result<String, String> {
     let whole = if text.starts_with(':') { format!("0.0.0.0{text}") } else { text.to_owned() };
@@ -91,7 +138,7 @@ fn address(text: &str) -> Result<String, String> {
 pub(crate) fn run(args: EppArgs) -> Result<()> {
     serve::log(args.json)?;
     let limits = limits(&args)?;
-    let scaler = args.scale.as_deref().map(read_scale).transpose()?;
+    let scaler = args.scaling.read()?;
     if let Some(file) = &args.pool {
         let text = mixfleet_hal::files::read_text(file);
         let text = text.with_context(|| format!("--pool: cannot read {}", file.display()))?;
@@ -102,7 +149,7 @@ pub(crate) fn run(args: EppArgs) -> Result<()> {
     run_server(pick(args, limits, scaler))
 }
 
-async fn pick(args: EppArgs, limits: EngineConfig, scaler: Option<FleetScaler>) -> Result<()> {
+async fn pick(args: EppArgs, limits: EngineConfig, scaler: Option<PlannedScaler>) -> Result<()> {
     let mut signals = ServeSignals::new()?;
     raise_descriptors();
     let env: SharedEnv = Arc::new(RealEnv::new(tokio::runtime::Handle::current()));
@@ -124,9 +171,8 @@ async fn pick(args: EppArgs, limits: EngineConfig, scaler: Option<FleetScaler>) 
         Box::pin(observe_placements(listener, env, watched, is_ready, origins, shown))
     };
     watch("--metrics", &args.metrics, origins, observe).await?;
-    if let (Some(scaler), Some(address)) = (scaler, &args.scaler) {
-        let listener = bind("--scaler", address).await?;
-        scale(scaler, listener, env.clone(), metrics.clone())?;
+    if let Some(scaler) = scaler {
+        scaler.start(env.clone(), metrics.clone()).await?;
     }
     tracing::info!(
         listen = %listeners.processing.local_addr()?,
@@ -174,26 +220,6 @@ async fn pick(args: EppArgs, limits: EngineConfig, scaler: Option<FleetScaler>) 
 
 async fn bind(flag: &str, address: &str) -> Result<TcpListener> {
     TcpListener::bind(address).await.with_context(|| format!("{flag}: cannot listen on {address}"))
-}
-
-/// Reads the plan that `--scale` names.
-fn read_scale(file: &Path) -> Result<FleetScaler> {
-    let text = mixfleet_hal::files::read_text(file);
-    let text = text.with_context(|| format!("--scale: cannot read {}", file.display()))?;
-    let wrong = |why: String| UsageError(format!("--scale {}: {why}", file.display()));
-    Ok(FleetScaler::read(&text).map_err(wrong)?)
-}
-
-/// Decides replicas, and serves autoscalers, forever.
-fn scale(scaler: FleetScaler, listener: TcpListener, env: SharedEnv, metrics: Metrics) -> Result<()> {
-    tracing::info!(scaler = %listener.local_addr()?, "serves autoscalers");
-    tokio::spawn(scaler.clone().follow(env, metrics));
-    tokio::spawn(async move {
-        if let Err(error) = scaler.serve(listener).await {
-            tracing::error!(%error, "the scaler ended");
-        }
-    });
-    Ok(())
 }
 
 /// What follows a pool.

@@ -5,9 +5,9 @@ use crate::{backends, model_shape, profile, profiles, screen};
 use anyhow::{Result, bail};
 use clap::Args;
 use mixfleet_hal::cast::to_u64;
-use mixfleet_hal::catalog::{self, Part, part_of_driver};
+use mixfleet_hal::catalog::{self, Part, is_claim, part_of_driver};
 use mixfleet_hal::profile::DeviceProfile;
-use mixfleet_hal::units::GB;
+use mixfleet_hal::units::{GB, Seconds};
 use mixfleet_hal::{DType, StoredAs};
 use mixfleet_scheduler::cost::{CostModel, EngineCost, ProfileCost};
 use mixfleet_scheduler::engines;
@@ -173,17 +173,30 @@ fn subjects(args: &FitArgs) -> Result<Vec<Vec<SizedModel>>> {
     args.models.iter().map(|name| forms(name)).collect()
 }
 
-/// The times of a model on a device.
-fn cost_of(model: &SizedModel, device: &FittedDevice) -> CostModel {
+/// The times of a model on a device with this profile.
+fn cost_of(model: &SizedModel, device: &FittedDevice, profile: &DeviceProfile) -> CostModel {
     let ours = engines::find("mixfleet").expect("the engine of this runtime");
-    let shape = model.shape.on(&device.profile);
+    let shape = model.shape.on(profile);
     CostModel::Profile(Box::new(ProfileCost {
-        profile: device.profile.clone(),
+        profile: profile.clone(),
         chunk_tokens: ours.step_tokens_on(device.part, &shape),
         shape,
         all_reduce: None,
         engine: EngineCost::OURS,
     }))
+}
+
+/// The share of launches in a decode step of one sequence, if they are assumed: the catalog has one cost of
+/// them for all parts. It is large in the steps of small models.
+fn assumed_share(model: &SizedModel, device: &FittedDevice, sequence: u32) -> f64 {
+    if !is_claim(&device.profile) {
+        return 0.0;
+    }
+    let step_s =
+        |profile: &DeviceProfile| cost_of(model, device, profile).decode_step_s(1, sequence.into()).0;
+    let zero = Seconds::ZERO;
+    let bare = DeviceProfile { launch: zero, launch_per_command: zero, ..device.profile.clone() };
+    1.0 - step_s(&bare) / step_s(&device.profile)
 }
 
 /// Predicts the model on the device, if its weights and the KV of one sequence fit.
@@ -200,12 +213,13 @@ fn fit(model: &SizedModel, wide: &SizedModel, device: &FittedDevice, args: &FitA
         return None;
     }
     let ours = engines::find("mixfleet").expect("the engine of this runtime");
-    let (cost, cost_of_wide) = (cost_of(model, device), cost_of(wide, device));
+    let [cost, cost_of_wide] = [model, wide].map(|model| cost_of(model, device, &device.profile));
     let fewer = (model.step_bytes() / wide.step_bytes()).min(1.0);
     let decode = |batch: u32| {
         let step_s = |cost: &CostModel| cost.decode_step_s(batch, u64::from(batch * sequence)).0;
         f64::from(batch) / step_s(&cost).max(step_s(&cost_of_wide) * fewer)
     };
+    let error = ours.likely_error(&device.profile, &model.shape);
     let together = kv_tokens >= f64::from(TOGETHER) * f64::from(sequence);
     Some(FittingModel {
         model: model.name.clone(),
@@ -216,7 +230,7 @@ fn fit(model: &SizedModel, wide: &SizedModel, device: &FittedDevice, args: &FitA
         prefill_tokens_per_s: f64::from(prompt) / cost.prefill_s(0, prompt).0,
         kv_tokens: to_u64(kv_tokens),
         context_max: model.context_max,
-        error: ours.likely_error(&device.profile, &model.shape),
+        error: error.map(|kernels| kernels.hypot(assumed_share(model, device, sequence))),
     })
 }
 

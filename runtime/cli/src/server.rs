@@ -6,6 +6,10 @@ use mixfleet_engines::{EngineAddress, EngineKind, HttpEngine};
 use mixfleet_hal::outside::OutsideEngine;
 use std::path::Path;
 
+/// What to do where no server answers.
+const NO_SERVER: &str = "no server with OpenAI's interface answers there; start one ('mixfleet serve', until its log \
+                         says 'ready'), or correct the address";
+
 /// A server, and its model's name.
 pub(crate) struct NamedServer {
     pub(crate) engine: HttpEngine,
@@ -44,9 +48,10 @@ pub(crate) async fn open(
         Some(model) => model,
         None => {
             let server = address_of(&engine);
-            let told = engine.probe().await.with_context(|| format!("--against {server}"))?;
+            let told = engine.probe().await.with_context(|| format!("--against {server}: {NO_SERVER}"))?;
             let first = told.models.into_iter().next();
-            first.with_context(|| format!("--against {server}: it lists no model"))?.name
+            let nothing = || format!("--against {server}: it lists no model: name one with --served-model");
+            first.with_context(nothing)?.name
         }
     };
     Ok(NamedServer { engine, model })

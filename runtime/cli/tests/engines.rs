@@ -467,6 +467,19 @@ fn before_any_engine_answers_the_503_says_which_and_why() {
 }
 
 #[test]
+fn an_engine_that_is_slow_to_be_measured_holds_up_no_other() {
+    let (quick, slow) = (FakeEngine::start("vllm", "m"), FakeEngine::start("vllm", "m"));
+    *slow.shared.pace.lock().unwrap() = Duration::from_secs(2);
+    let [quick_url, slow_url] = [&quick, &slow].map(|engine| format!("vllm:{}", engine.url()));
+    let server = Server::with(&["--worker-engine", &quick_url, "--worker-engine", &slow_url]);
+    let is_up =
+        |engine: &FakeEngine| server.seen.contains(&format!("engine up engine=\"vllm:{}", engine.address));
+    assert!(is_up(&quick) && !is_up(&slow), "{}", server.seen);
+    let (status, answer) = passed(&server, "/v1/chat/completions", &chat(3, false));
+    assert_eq!(status, 200, "{answer}");
+}
+
+#[test]
 fn a_client_that_leaves_cancels_its_request_at_the_engine() {
     let only = FakeEngine::start("vllm", "m");
     let server = gateway(&[(&only, "vllm", "")], &[]);

@@ -285,6 +285,22 @@ fn without_etcd_serving_goes_on_and_joining_waits() {
     assert_eq!(rest(stream(&address, case, 48), String::new()), expected);
 }
 
+#[cfg(feature = "epp")]
+#[test]
+fn a_router_serves_autoscalers() {
+    let Some(fleet) = ProcessFleet::new("router-scaler") else { return };
+    let router = |plan: &Path| {
+        let words = ["--listen", "127.0.0.1:0", "--scaler", "127.0.0.1:0", "--scale", plan.to_str().unwrap()];
+        Process::start(&mut fleet.command(&fleet.model, "router", &words))
+    };
+    let plan = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/plans/llmd/scale.yaml");
+    let mut scaling = router(&plan);
+    let line = scaling.says("serves autoscalers");
+    let (_, address) = line.split_once("scaler=").unwrap();
+    TcpStream::connect(address.trim()).expect("it listens");
+    router(Path::new("no/plan.yaml")).says("--scale: cannot read no/plan.yaml");
+}
+
 /// A prefill worker, a decode worker and a router.
 struct Split {
     _workers: [Process; 2],

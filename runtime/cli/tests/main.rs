@@ -14,8 +14,10 @@ mod echo;
 mod engines;
 #[path = "../../engines/tests/fake.rs"]
 mod fake;
-#[cfg(feature = "fleet")]
+#[cfg(target_os = "linux")]
+mod first_hour;
 mod fit;
+#[cfg(feature = "fleet")]
 mod fleet;
 mod forms;
 mod generate;

@@ -103,7 +103,8 @@ impl MissedObjective {
 }
 
 impl Bottleneck {
-    /// The resource that a run used most of; `None` if it used nothing for a measurable time.
+    /// The resource that a run used most of; `None` if it used nothing for a measurable time
+    /// and no request missed an objective.
     ///
     /// An instance that does both has for its prompts the time left by the fewest decode steps; the prompts'
     /// share of it, plus the time of steps beyond the fewest, is its utilisation.
@@ -124,10 +125,11 @@ impl Bottleneck {
         });
         // Among equals the first counts.
         let most = resources.reduce(|most, other| if other.2 > most.2 { other } else { most });
-        most.filter(|(.., used)| *used > 0.0).map(|(pool, resource, used)| {
+        most.and_then(|(pool, resource, used)| {
             let binds = used >= BINDS_MIN;
             let missed = MissedObjective::of(results, pool, binds);
-            Bottleneck { pool: pool.name.clone(), resource, used, binds, missed }
+            let tells = used > 0.0 || missed.is_some();
+            tells.then(|| Bottleneck { pool: pool.name.clone(), resource, used, binds, missed })
         })
     }
 

@@ -8,7 +8,7 @@ use crate::env::SharedEnv;
 use crate::metrics::{DeviceLabels, Metrics, ServingState, StateHolder};
 use mixfleet_hal::cast::{to_i64, to_u32};
 use mixfleet_hal::outside::{EngineFault, EngineFaultKind, EngineState};
-use mixfleet_scheduler::cost::CostModel;
+use mixfleet_scheduler::cost::{Coefficients, CostModel};
 use mixfleet_scheduler::fleet::{Event, Instance, InstanceId, Role};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -16,6 +16,8 @@ use std::time::Duration;
 /// Interval between probes of an engine that is up, and of one that is not.
 const PROBE_EVERY: Duration = Duration::from_secs(2);
 const PROBE_AGAIN: Duration = Duration::from_secs(1);
+/// Time in which all engines may be measured before the first that is up serves alone.
+const FIRST_LOOKS: Duration = Duration::from_secs(5);
 /// Interval between two looks for a first engine.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Prompt tokens of a step, as engines have them by default.
@@ -59,8 +61,37 @@ pub(super) async fn first_name(
     }
 }
 
+/// Begins to monitor all engines. Engines that answer now are up when it returns, but for those that take long
+/// to be measured while another one is up.
+pub(super) async fn first_looks(gateway: &Arc<Gateway>) {
+    let (tell, mut looked) = tokio::sync::mpsc::unbounded_channel();
+    for at in 0..gateway.members.len() {
+        let (strong, tell) = (gateway.clone(), tell.clone());
+        gateway.env.spawn(Box::pin(async move {
+            strong.look_at(at).await;
+            // nobody waits for those that took long
+            let _ = tell.send(());
+            drop(tell);
+            let gateway = Arc::downgrade(&strong);
+            drop(strong);
+            keep(gateway, at).await;
+        }));
+    }
+    drop(tell);
+    let is_up = || gateway.members.iter().any(|member| *member.up.borrow());
+    let mut patience = gateway.env.sleep(FIRST_LOOKS);
+    loop {
+        tokio::select! {
+            biased;
+            more = looked.recv() => if more.is_none() { return },
+            () = &mut patience => break,
+        }
+    }
+    while !is_up() && looked.recv().await.is_some() {}
+}
+
 /// Probes an engine until the gateway is gone.
-pub(super) async fn keep(gateway: Weak<Gateway>, at: usize) {
+async fn keep(gateway: Weak<Gateway>, at: usize) {
     loop {
         let Some(strong) = gateway.upgrade() else { return };
         let is_up = *strong.members[at].up.borrow();
@@ -98,6 +129,23 @@ impl Gateway {
         }
     }
 
+    /// The measured times of an engine whose part and shape are not declared.
+    async fn measured(&self, engine: &str, at: usize, context: u32) -> Result<Coefficients, EngineFault> {
+        tracing::info!(engine, "measuring: its part and shape are not declared");
+        let measured = calibrate(&*self.env, self.engine(at), &self.name, context)
+            .await
+            .map_err(|fault| EngineFault::new(fault.kind, format!("it cannot be measured: {fault}")))?;
+        let rounded = |value: f64| (value * 1e6).round() / 1e6;
+        tracing::info!(
+            engine,
+            prefill_tokens_per_s = (1.0 / measured.prefill_s.per_token).round(),
+            prefill_overhead_s = rounded(measured.prefill_s.overhead),
+            decode_step_s = rounded(measured.decode_s.base),
+            "measured"
+        );
+        Ok(measured)
+    }
+
     async fn answered(&self, at: usize, state: &EngineState) {
         let (spec, engine) = (&self.members[at].spec, self.engine(at).name());
         let wanted = spec.model.as_deref().unwrap_or(&self.name);
@@ -110,15 +158,9 @@ impl Gateway {
         if !*self.members[at].up.borrow() {
             let cost = match &spec.cost {
                 Some(cost) => cost.clone(),
-                None => match calibrate(&*self.env, self.engine(at), &self.name, context).await {
-                    Ok(measured) => {
-                        tracing::info!(engine, ?measured, "measured");
-                        CostModel::Coefficients(measured)
-                    }
-                    Err(fault) => {
-                        let detail = format!("it cannot be measured: {fault}");
-                        return self.engine_down(at, &EngineFault::new(fault.kind, detail));
-                    }
+                None => match self.measured(engine, at, context).await {
+                    Ok(measured) => CostModel::Coefficients(measured),
+                    Err(fault) => return self.engine_down(at, &fault),
                 },
             };
             if spec.role != Role::Auto && !state.hands_off {

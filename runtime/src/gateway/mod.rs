@@ -333,11 +333,8 @@ impl GatewayParts {
             quarantine: Mutex::default(),
             state: Mutex::new(state),
         });
-        // Engines that answer now are up when the server starts serving.
-        let probes = (0..gateway.members.len()).map(|at| gateway.look_at(at));
-        futures_util::future::join_all(probes).await;
+        keep::first_looks(&gateway).await;
         for at in 0..gateway.members.len() {
-            gateway.env.spawn(Box::pin(keep::keep(Arc::downgrade(&gateway), at)));
             gateway.env.spawn(Box::pin(cached::follow(Arc::downgrade(&gateway), at)));
         }
         gateway

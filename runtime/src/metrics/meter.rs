@@ -170,6 +170,11 @@ impl Meter {
                 let known = self.devices.entry(instance).or_insert(fresh);
                 known.settle(now, metrics);
                 known.usd_per_s = usd_per_s;
+                if let Some(usd) = usd_per_s {
+                    // the remainder of dividing a price in $/h is not shown
+                    let usd = (usd * 3600.0 * 1e6).round() / 1e6;
+                    metrics.device_usd_per_hour.get_or_create(&known.labels).set(usd);
+                }
             }
             Noted::Down(instance) => {
                 let there: Vec<RequestId> =
@@ -177,6 +182,7 @@ impl Meter {
                 there.into_iter().for_each(|request| self.go(request, now, metrics));
                 if let Some(mut device) = self.devices.remove(&instance) {
                     device.settle(now, metrics);
+                    metrics.device_usd_per_hour.remove(&device.labels);
                 }
             }
         }
@@ -350,6 +356,10 @@ mod tests {
         at(18.0, Event::Finished { request: 1 });
         at(20.0, Event::Cancelled { request: 2 });
         metrics.settle(Seconds(30.0));
+        let rent = "mixfleet_device_usd_per_hour{device=\"d0\"}";
+        assert!(metrics.encode().contains(&format!("{rent} 7.2\n")), "{}", metrics.encode());
+        at(30.0, Event::InstanceDown { instance: InstanceId(0) });
+        assert!(!metrics.encode().contains(rent), "{}", metrics.encode());
         // $7.20 an hour are $0.002 a second
         let device = DeviceLabels { device: "d0".into() };
         let near = |value: f64, expected: f64| assert!((value - expected).abs() < 1e-9, "{value} {expected}");

@@ -222,8 +222,11 @@ pub(super) fn state_prices(devices: &mut [Compared], stated: &[DevicePrice]) -> 
             );
         }
         let of_part = catalog::named(name).map_or(name.as_str(), |part| part.id);
-        let is_meant =
-            |device: &&mut Compared| device.name.eq_ignore_ascii_case(name) || device.name == of_part;
+        // a profile's file is as good as the name that it gives
+        let of_file = name.strip_suffix(".json").map(|path| path.rsplit('/').next().unwrap_or(path));
+        let is_meant = |device: &&mut Compared| {
+            device.name.eq_ignore_ascii_case(name) || [Some(of_part), of_file].contains(&Some(&*device.name))
+        };
         let Some(device) = devices.iter_mut().find(is_meant) else {
             let known: Vec<&str> = devices.iter().map(|device| device.name.as_str()).take(8).collect();
             let known = known.join(", ");
@@ -276,6 +279,8 @@ mod tests {
         let state = |name: &str, usd_per_hour| [DevicePrice { device: name.into(), usd_per_hour }];
         state_prices(&mut devices, &state("l4", 0.5)).unwrap();
         assert_eq!(devices[0].price.as_ref().unwrap().usd_per_hour, UsdPerHour(0.5));
+        state_prices(&mut devices, &state("profiles/L4.json", 0.4)).unwrap();
+        assert_eq!(devices[0].price.as_ref().unwrap().usd_per_hour, UsdPerHour(0.4));
         assert!(state_prices(&mut devices, &state("L40S", 0.5)).is_err());
         assert!(state_prices(&mut devices, &state("L4", 0.0)).is_err());
         let twice = [state("L4", 0.5), state("l4", 0.6)].concat();

@@ -42,6 +42,9 @@ pub(crate) struct RouterArgs {
     model: ModelArgs,
     #[command(flatten)]
     pub(crate) front: FrontArgs,
+    #[cfg(feature = "epp")]
+    #[command(flatten)]
+    scaling: crate::epp::ScalerArgs,
 }
 
 #[derive(Debug, Args)]

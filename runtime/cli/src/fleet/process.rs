@@ -37,12 +37,20 @@ const LEAVE: Duration = Duration::from_secs(5);
 pub(crate) fn router(args: RouterArgs) -> Result<()> {
     serve::log(args.front.json)?;
     serve::check(&args.front)?;
-    let RouterArgs { join, model, front } = args;
+    #[cfg(feature = "epp")]
+    let scaler = args.scaling.read()?;
+    let RouterArgs { join, model, front, .. } = args;
     serve::run_server(async {
         let mut signals = ServeSignals::new()?;
         let handle = tokio::runtime::Handle::current();
         let load = move |around: Around, front: &crate::args::FrontArgs| {
-            handle.block_on(join_as_router(&join, &model, front, around))
+            handle.block_on(async {
+                #[cfg(feature = "epp")]
+                if let Some(scaler) = scaler {
+                    scaler.start(around.env.clone(), around.metrics.clone()).await?;
+                }
+                join_as_router(&join, &model, front, around).await
+            })
         };
         if let Some(membership) = serve::front(front, &mut signals, serve::Awaited::Model, load).await? {
             signals.or_until_next(leave(membership)).await;

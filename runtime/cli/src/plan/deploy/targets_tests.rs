@@ -75,6 +75,42 @@ fn a_fleet_of_whole_pools_is_written_for_each_project() {
 }
 
 #[test]
+fn instances_that_span_hosts_are_groups_of_pods() {
+    let two_hosts = InstanceLayout { stages: 2, ..InstanceLayout::of(16) };
+    with_fleet(&[(0, 16, Duty::Whole, 2)], |fleet| {
+        let pools: Vec<PlannedPool> =
+            fleet.pools.iter().map(|pool| PlannedPool { layout: two_hosts, ..pool.clone() }).collect();
+        let fleet = VllmFleet { pools: &pools, header: fleet.header.clone(), gateway: Vec::new(), ..*fleet };
+        let of = |name: &str| {
+            let found = fleet.llmd_files().into_iter().find(|(file, _)| *file == name);
+            found.expect("a file").1.unwrap_or_else(|why| panic!("{name}: {why}"))
+        };
+        let engines = of("engines.yaml");
+        let (leader, worker) = engines.split_once("    workerTemplate:\n").expect("two templates");
+        for (text, words) in [
+            (
+                leader,
+                &["kind: LeaderWorkerSet\n", "  replicas: 2\n", "    size: 2\n", "        app: vllm\n"][..],
+            ),
+            (leader, &["- \"--node-rank\"\n              - \"0\"\n", "Schema not checked", "livenessProbe:"]),
+            (worker, &["- \"--node-rank\"\n              - \"$(LWS_WORKER_INDEX)\"\n", "- \"--headless\"\n"]),
+            (leader, &["nvidia.com/gpu: \"8\"\n", "- \"$(LWS_LEADER_ADDRESS)\"\n"]),
+            (worker, &["nvidia.com/gpu: \"8\"\n", "- \"$(LWS_LEADER_ADDRESS)\"\n"]),
+        ] {
+            words.iter().for_each(|word| assert!(text.contains(word), "no {word} in {text}"));
+        }
+        assert!(!leader.contains("--headless"), "{leader}");
+        // the pool's selector finds leaders alone, which have the API
+        assert!(!worker.contains("app: vllm") && !worker.contains("Probe"), "{worker}");
+        assert!(of("scaled-objects.yaml").contains("    kind: LeaderWorkerSet\n    name: mixfleet-auto-"));
+        for files in [fleet.dynamo_files(), fleet.kserve_files()] {
+            let why = files.into_iter().find_map(|(_, text)| text.err()).expect("no one's files");
+            assert!(why.contains("several hosts"), "{why}");
+        }
+    });
+}
+
+#[test]
 fn what_kserve_cannot_have_is_explained() {
     with_fleet(&[(0, 1, Duty::Prefill, 2), (1, 1, Duty::Decode, 3), (2, 1, Duty::Decode, 3)], |fleet| {
         let why = fleet.kserve_files().remove(0).1.unwrap_err();

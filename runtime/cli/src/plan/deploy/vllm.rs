@@ -234,9 +234,12 @@ impl VllmFleet<'_> {
                     "an instance has {devices} devices, in several hosts, which vLLM joins by Ray or its own launcher"
                 ));
             }
-            image(self.parts[pool.part].part.vendor)?;
         }
-        Ok(())
+        self.fault_of_images()
+    }
+
+    fn fault_of_images(&self) -> Result<(), String> {
+        self.pools.iter().try_for_each(|pool| image(self.parts[pool.part].part.vendor).map(drop))
     }
 
     /// All instances on one machine, and the gateway before them.

@@ -1,11 +1,10 @@
 //! Planned instances of vLLM as pods.
 
 use super::{EngineAt, VllmFleet, image};
-use crate::plan::deploy::instances::{pool_name, sharing_word};
+use crate::plan::deploy::instances::{HOST_DEVICES_MAX, pool_name, sharing_word};
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_sim::fleet_file::role_of;
 use serde_json::json;
-use std::fmt::Write as _;
 
 /// The router of Kubernetes, which the gateway is made after.
 const ROUTER: &str = include_str!("router.yaml");
@@ -132,36 +131,114 @@ fn selected(fleet: &VllmFleet<'_>, pool: &PlannedPool) -> Vec<(&'static str, Str
     ]
 }
 
-/// The pods of a pool.
-#[expect(clippy::too_many_lines, reason = "one document, written out")]
+/// The pods of a pool: a set of them, or groups of them for instances that span hosts.
 pub(super) fn pods(fleet: &VllmFleet<'_>, pool: &PlannedPool, set: &PodSet<'_>) -> Result<String, String> {
-    let part = &fleet.parts[pool.part];
-    let image = image(part.part.vendor)?;
-    let (devices, word) = (pool.layout.devices, part.word());
-    let &PodSet { kind, name, spec, labels: further, port, beside } = set;
+    let &PodSet { kind, name, spec, labels: further, .. } = set;
     let selected = selected(fleet, pool);
     let labels = |all: &[(&str, String)], indent: &str| -> String {
         all.iter().map(|(key, value)| format!("{indent}{key}: {value}\n")).collect()
     };
-    let command = fleet.command(pool, "0.0.0.0", port);
-    let arguments: String = command.iter().map(|word| format!("            - {}\n", json!(word))).collect();
-    let mut text = String::new();
-    let _ = write!(
-        text,
-        "---
-apiVersion: apps/v1
-kind: {kind}
-metadata:
-  name: {name}
-spec:
-{spec}  replicas: {}
-  selector:
-    matchLabels:
-{}  template:
-    metadata:
-      labels:
-{}{}    spec:
-      nodeSelector:
+    let (count, hosts) = (pool.count, hosts_of_instance(pool));
+    if hosts == 1 {
+        let engine = engine_pod(fleet, pool, set, &PodRank { hosts, is_leader: true })?;
+        return Ok(format!(
+            "---\napiVersion: apps/v1\nkind: {kind}\nmetadata:\n  name: {name}\nspec:\n{spec}  replicas: {count}\n  \
+             selector:\n    matchLabels:\n{}  template:\n    metadata:\n      labels:\n{}{}    spec:\n{engine}",
+            labels(&selected, "      "),
+            labels(&selected, "        "),
+            labels(further, "        "),
+        ));
+    }
+    let template = |is_leader: bool| -> Result<String, String> {
+        let engine = engine_pod(fleet, pool, set, &PodRank { hosts, is_leader })?;
+        let deeper: String = engine.lines().map(|line| format!("  {line}\n")).collect();
+        // requests go to the leader alone
+        let further = if is_leader { labels(further, "          ") } else { String::new() };
+        let selected = labels(&selected, "          ");
+        Ok(format!("      metadata:\n        labels:\n{selected}{further}      spec:\n{deeper}"))
+    };
+    Ok(format!(
+        "---\n# For clusters with LeaderWorkerSet: {hosts} pods are an instance. Schema not checked.\n\
+         apiVersion: leaderworkerset.x-k8s.io/v1\nkind: LeaderWorkerSet\nmetadata:\n  name: {name}\nspec:\n  \
+         replicas: {count}\n  leaderWorkerTemplate:\n    size: {hosts}\n    restartPolicy: RecreateGroupOnPodRestart\n    \
+         leaderTemplate:\n{}    workerTemplate:\n{}",
+        template(true)?,
+        template(false)?
+    ))
+}
+
+/// Hosts of an instance, each with the same number of devices.
+pub(super) fn hosts_of_instance(pool: &PlannedPool) -> u32 {
+    let devices = pool.layout.devices;
+    let is_even = |hosts: &u32| devices.is_multiple_of(*hosts);
+    (devices.div_ceil(HOST_DEVICES_MAX)..=devices).find(is_even).unwrap_or(1)
+}
+
+/// A pod of an instance that may span hosts.
+struct PodRank {
+    hosts: u32,
+    /// Whether it has the instance's API.
+    is_leader: bool,
+}
+
+impl PodRank {
+    /// What joins the processes of an instance: vLLM's own launcher, with the names that LeaderWorkerSet gives
+    /// to its pods.
+    fn arguments(&self) -> Vec<String> {
+        let hosts = self.hosts.to_string();
+        let rank = if self.is_leader { "0" } else { "$(LWS_WORKER_INDEX)" };
+        let all =
+            ["--nnodes", &hosts, "--node-rank", rank, "--master-addr", "$(LWS_LEADER_ADDRESS)", "--headless"];
+        let count = match (self.hosts, self.is_leader) {
+            (1, _) => 0,
+            (_, true) => all.len() - 1,
+            (_, false) => all.len(),
+        };
+        all[..count].iter().map(|&word| word.to_owned()).collect()
+    }
+}
+
+/// The port and probes of the instance's API.
+fn api_probes(port: u32) -> String {
+    format!(
+        "          ports:
+            - name: http
+              containerPort: {port}
+          # Weights are read first, which may take long.
+          startupProbe:
+            httpGet:
+              path: /health
+              port: http
+            periodSeconds: 10
+            failureThreshold: 360
+          livenessProbe:
+            httpGet:
+              path: /health
+              port: http
+            periodSeconds: 10
+            timeoutSeconds: 10
+            failureThreshold: 6
+"
+    )
+}
+
+/// The specification of a pod.
+fn engine_pod(
+    fleet: &VllmFleet<'_>,
+    pool: &PlannedPool,
+    set: &PodSet<'_>,
+    rank: &PodRank,
+) -> Result<String, String> {
+    let part = &fleet.parts[pool.part];
+    let image = image(part.part.vendor)?;
+    let (devices, word) = (pool.layout.devices / rank.hosts, part.word());
+    let &PodSet { port, .. } = set;
+    let beside = if rank.is_leader { set.beside } else { "" };
+    let probes = if rank.is_leader { api_probes(port) } else { String::new() };
+    let command = fleet.command(pool, "0.0.0.0", port).into_iter().chain(rank.arguments());
+    let arguments: String = command.map(|word| format!("            - {}\n", json!(word))).collect();
+    Ok(format!(
+        "      nodeSelector:
         mixfleet/part: {word}
       tolerations:
         - key: {resource}
@@ -179,24 +256,7 @@ spec:
                   fieldPath: status.podIP
             - name: VLLM_NIXL_SIDE_CHANNEL_PORT
               value: \"{}\"
-          ports:
-            - name: http
-              containerPort: {port}
-          # Weights are read first, which may take long.
-          startupProbe:
-            httpGet:
-              path: /health
-              port: http
-            periodSeconds: 10
-            failureThreshold: 360
-          livenessProbe:
-            httpGet:
-              path: /health
-              port: http
-            periodSeconds: 10
-            timeoutSeconds: 10
-            failureThreshold: 6
-          resources:
+{probes}          resources:
             limits:
               {resource}: \"{devices}\"
           volumeMounts:
@@ -216,13 +276,8 @@ spec:
             medium: Memory
             sizeLimit: 16Gi
 ",
-        pool.count,
-        labels(&selected, "      "),
-        labels(&selected, "        "),
-        labels(further, "        "),
         image.name(),
         port + 1,
         resource = image.resource,
-    );
-    Ok(text)
+    ))
 }

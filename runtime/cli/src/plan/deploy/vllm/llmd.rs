@@ -1,9 +1,10 @@
 //! Planned instances of vLLM behind an inference gateway, with mixfleet's endpoint picker.
 
 use super::VllmFleet;
-use super::kubernetes::{PORT, PodSet, pods};
+use super::kubernetes::{PORT, PodSet, hosts_of_instance, pods};
 use crate::plan::deploy::StartFile;
 use crate::plan::deploy::instances::pool_name;
+use mixfleet_scheduler::plan::layouts::LayoutExperts;
 use mixfleet_scheduler::plan::market::PlannedPool;
 use mixfleet_scheduler::plan::program::Duty;
 use serde_json::json;
@@ -95,6 +96,9 @@ patches:
         value: [{name: scale, configMap: {name: mixfleet-scale}}]
 ";
 
+/// What is scaled where an instance spans hosts.
+const GROUPS: &str = "    apiVersion: leaderworkerset.x-k8s.io/v1\n    kind: LeaderWorkerSet\n";
+
 /// Times the planned rent that autoscaling may spend, until the user says otherwise.
 const BUDGET_TIMES: f64 = 2.0;
 
@@ -102,7 +106,7 @@ impl VllmFleet<'_> {
     /// What starts it behind a gateway of Kubernetes.
     pub(in crate::plan::deploy) fn llmd_files(&self) -> Vec<StartFile> {
         vec![
-            ("engines.yaml", self.fault().and_then(|()| self.deployments())),
+            ("engines.yaml", self.fault_of_images().and_then(|()| self.deployments())),
             ("pool.yaml", Ok(POOL.into())),
             ("rbac.yaml", Ok(RBAC.into())),
             ("picker.yaml", self.picker()),
@@ -157,9 +161,10 @@ impl VllmFleet<'_> {
     fn scaled_objects(&self) -> String {
         let object = |pool: &PlannedPool| {
             let name = pool_name(self.parts, pool);
+            let kind = if hosts_of_instance(pool) > 1 { GROUPS } else { "" };
             format!(
                 "---\napiVersion: keda.sh/v1alpha1\nkind: ScaledObject\nmetadata:\n  name: mixfleet-{name}\nspec:\n  \
-                 scaleTargetRef:\n    name: mixfleet-{name}\n  minReplicaCount: 1\n  maxReplicaCount: {}\n  triggers:\n    \
+                 scaleTargetRef:\n{kind}    name: mixfleet-{name}\n  minReplicaCount: 1\n  maxReplicaCount: {}\n  triggers:\n    \
                  - type: external\n      metadata:\n        scalerAddress: mixfleet-epp:9004\n        pool: {name}\n",
                 pool.count.saturating_mul(4)
             )
@@ -168,11 +173,16 @@ impl VllmFleet<'_> {
         format!("# {}\n# For clusters with KEDA. Schema not checked.\n{objects}", self.header)
     }
 
-    /// A Deployment for each pool, whose pods are the InferencePool's.
+    /// A Deployment for each pool, whose pods are the InferencePool's, or a LeaderWorkerSet, whose leaders are.
     fn deployments(&self) -> Result<String, String> {
         let mut text = format!("# {}\n", self.header);
         let is_divided = self.pools.iter().any(|pool| pool.duty == Duty::Prefill);
         for pool in self.pools {
+            if hosts_of_instance(pool) > 1 && pool.layout.experts == LayoutExperts::WithSequences {
+                return Err(
+                    "an instance divides sequences over several hosts, whose ranks vLLM joins by Ray".into(),
+                );
+            }
             let has_sidecar = is_divided && pool.duty != Duty::Prefill;
             text.push_str(&pods(
                 self,
