@@ -69,7 +69,7 @@ pub(super) async fn first_looks(gateway: &Arc<Gateway>) {
         let (strong, tell) = (gateway.clone(), tell.clone());
         gateway.env.spawn(Box::pin(async move {
             strong.look_at(at).await;
-            // nobody waits for those that took long
+            // the receiver is gone if this took long
             let _ = tell.send(());
             drop(tell);
             let gateway = Arc::downgrade(&strong);
