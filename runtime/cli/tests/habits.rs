@@ -55,7 +55,7 @@ fn units_are_read_by_all_commands() {
 }
 
 #[test]
-fn completions_offer_parts_and_models() {
+fn completions_offer_parts_models_and_files() {
     let (code, script, said) = ended(&["completions", "bash"]);
     assert_eq!(code, Some(0), "{said}");
     let offered = |words: &[&str]| {
@@ -69,6 +69,7 @@ fn completions_offer_parts_and_models() {
     };
     assert_eq!(offered(&["mixfleet", "compare", "--model", "qwen3-0"]).trim(), "qwen3-0.6b");
     assert!(offered(&["mixfleet", "compare", "l40"]).contains("l40s"));
+    assert!(offered(&["mixfleet", "serve", "--fleet", "Carg"]).contains("Cargo.toml"), "files of this crate");
     assert!(offered(&["mixfleet", "serve", "--rebalance-h"]).contains("--rebalance-high"));
 }
 

@@ -42,6 +42,8 @@ fn a_failure_is_in_the_first_line_with_its_worst_error() {
     assert_eq!(code, Some(1), "{said}");
     let first = told.lines().next().unwrap();
     assert!(first.contains("FAIL: l1.rms_norm.") && first.contains(" more)"), "{first}");
+    let last = said.lines().last().unwrap();
+    assert!(last.starts_with("FAIL; report: ") && last.ends_with("report.html"), "{last}");
     let report: Value = serde_json::from_slice(&fs::read(out.join("results.json")).unwrap()).unwrap();
     let worst = report["levels"][0]["error_of_bound_max"].as_f64().unwrap();
     assert!(worst > 1.0, "{worst}");
