@@ -120,7 +120,8 @@ fn a_dash_and_null_stand_where_nothing_was_completed() {
         assert!(results[key].is_null(), "{key}: {results:#}");
     }
     let text = succeeds(&directory, &["--fleet", "FLEET.toml", "--html", "page.html"]);
-    for name in ["TTFT", "TPOT", "TBT", "latency", "throughput", "prefix hit", "bottleneck"] {
+    assert!(text.contains("no pool did any work\n") && text.contains("TTFT missed by "), "{text}");
+    for name in ["TTFT", "TPOT", "TBT", "latency", "throughput", "prefix hit"] {
         let line = text.lines().find(|line| line.trim_start().starts_with(name)).unwrap();
         assert!(line.trim_end().ends_with(" -"), "{line}");
     }

@@ -80,7 +80,7 @@ impl MissedObjective {
         // Among equals the first counts.
         let missed = all.into_iter().reduce(|most, other| if other.1 > most.1 { other } else { most });
         let (objective, count, work) = missed.filter(|(_, count, _)| *count > 0)?;
-        let pool = results.pools.iter().max_by(|a, b| work(a).total_cmp(&work(b)))?;
+        let pool = results.pools.iter().rev().max_by(|a, b| work(a).total_cmp(&work(b)))?;
         let waits = binds && pool.name == most.name;
         Some(MissedObjective { objective, count, of: results.requests, pool: pool.name.clone(), waits })
     }
@@ -135,6 +135,9 @@ impl Bottleneck {
 
     /// In words.
     pub fn text(&self) -> String {
+        if self.used <= 0.0 {
+            return "no pool did any work".to_owned();
+        }
         let (percent, of) = (100.0 * self.used, self.resource.text());
         let binds = match (self.binds, &self.missed) {
             (true, _) => "",
