@@ -84,7 +84,8 @@ impl Grammar {
 fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
-        if character.is_ascii_punctuation() {
+        // `\<` and `\>` are word boundaries
+        if character.is_ascii_punctuation() && !matches!(character, '<' | '>') {
             escaped.push('\\');
         }
         escaped.push(character);

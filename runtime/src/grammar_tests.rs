@@ -276,3 +276,39 @@ fn a_grammar_that_begins_with_a_mark_leaves_the_text_before_it_free() {
     other.follow(&ids("<c>a")).unwrap();
     assert_eq!(other.forbidden().unwrap(), Vec::<u32>::new());
 }
+
+#[test]
+fn one_of_alternatives_that_exclude_each_other_is_any_of_them() {
+    let (grammars, tokenizer) = grammars();
+    let pet = |kind: &str| {
+        json!({"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"],
+            "additionalProperties": false})
+    };
+    for alternatives in [
+        json!([{"const": 1}, {"const": "a"}]),
+        json!([{"type": "boolean"}, {"type": "null"}]),
+        json!([{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}]),
+    ] {
+        let grammar =
+            schema(&json!({"oneOf": alternatives, "$defs": {"Cat": pet("cat"), "Dog": pet("dog")}}));
+        let (text, _) = drawn(&mut begin(&grammars, &grammar).unwrap(), &tokenizer, 3, 200);
+        assert!(!text.is_empty(), "{alternatives}");
+    }
+    for alternatives in [
+        json!([{"type": "integer"}, {"type": "number"}]),
+        json!([{"enum": [1, 2]}, {"enum": [2]}]),
+        json!([pet("cat"), pet("cat")]),
+        json!([{}, {"const": 1}]),
+    ] {
+        assert!(begin(&grammars, &schema(&json!({"oneOf": alternatives}))).is_err(), "{alternatives}");
+    }
+}
+
+#[test]
+fn choices_may_hold_any_sign() {
+    let (grammars, tokenizer) = grammars();
+    let choice = r#"<a>b</a> \< "c" [d] {2} ^$.*+?|()~&/#"#;
+    let grammar = Grammar::one_of([choice]);
+    let (text, ended) = drawn(&mut begin(&grammars, &grammar).unwrap(), &tokenizer, 1, 200);
+    assert_eq!((text.as_str(), ended), (choice, true));
+}

@@ -36,6 +36,7 @@ mod page;
 mod parameters;
 mod pass;
 mod prompt_report;
+mod python_calls;
 mod refused;
 mod relay;
 mod responses;

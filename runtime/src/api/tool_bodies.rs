@@ -1,17 +1,15 @@
 //! The calls between the marks of each style.
 
 use serde::Deserialize;
+use serde_json::Value;
 use serde_json::value::RawValue;
-use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
 use super::gemma_calls;
+use super::python_calls;
 use super::tool_schema::typed;
 use super::tools::ToolCall;
 use crate::model::ToolStyle;
-
-/// Maximum nesting of a Python value.
-const DEPTH_MAX: usize = 64;
 
 /// The meaning of a text between marks.
 #[derive(Debug, PartialEq, Eq)]
@@ -47,7 +45,7 @@ pub(super) fn read(style: ToolStyle, text: &str, functions: &[CalledFunction]) -
             }
             _ => ReadCalls::Incomplete,
         },
-        ToolStyle::Pythonic { .. } => ReadCalls::of(PythonText { text, at: 0 }.calls(functions)),
+        ToolStyle::Pythonic { .. } => ReadCalls::of(python_calls::calls(text, functions)),
         ToolStyle::KeysAndValues => keys_and_values(text, functions),
         ToolStyle::FunctionTags { .. } => {
             let tags = Tags { begin: "<function=", name_end: ">", end: "</function>" };
@@ -78,7 +76,7 @@ pub(super) fn read(style: ToolStyle, text: &str, functions: &[CalledFunction]) -
     }
 }
 
-fn known<'a>(name: &str, functions: &'a [CalledFunction]) -> Option<&'a CalledFunction> {
+pub(super) fn known<'a>(name: &str, functions: &'a [CalledFunction]) -> Option<&'a CalledFunction> {
     functions.iter().find(|(known, _)| known == name)
 }
 
@@ -166,26 +164,56 @@ fn object_call(name: &str, arguments: &str, functions: &[CalledFunction]) -> Rea
 
 /// `name[ARGS]{..}`, several with `[TOOL_CALLS]` between them.
 fn named_calls(text: &str, functions: &[CalledFunction]) -> ReadCalls {
-    if text.trim_start().starts_with('[') {
+    let mut rest = text.trim();
+    if rest.starts_with('[') {
         return json_calls(text, functions);
     }
     let mut calls = Vec::new();
-    for part in text.split("[TOOL_CALLS]") {
-        let Some((name, arguments)) =
-            part.split_once("[ARGS]").or_else(|| part.find('{').map(|at| part.split_at(at)))
-        else {
+    loop {
+        let Some((head, behind)) = rest.find('{').map(|at| rest.split_at(at)) else {
             return ReadCalls::Incomplete;
         };
-        if arguments.trim().is_empty() {
-            return ReadCalls::Incomplete;
-        }
+        let name = head.trim().strip_suffix("[ARGS]").unwrap_or(head);
         let name = name.split_once("[CALL_ID]").map_or(name, |(name, _)| name);
-        match object_call(name, arguments, functions) {
+        let end = match first_value(behind) {
+            Ok(end) => end,
+            Err(other) => return other,
+        };
+        match object_call(name, &behind[..end], functions) {
             ReadCalls::Calls(more) => calls.extend(more),
             other => return other,
         }
+        rest = behind[end..].trim_start();
+        if rest.is_empty() {
+            return ReadCalls::of(Some(calls));
+        }
+        let Some(next) = rest.strip_prefix("[TOOL_CALLS]") else { return ReadCalls::Other };
+        rest = next;
     }
-    ReadCalls::of(Some(calls))
+}
+
+/// Length of the JSON value at the beginning of `text`.
+fn first_value(text: &str) -> Result<usize, ReadCalls> {
+    let mut values = serde_json::Deserializer::from_str(text).into_iter::<&RawValue>();
+    match values.next() {
+        Some(Ok(_)) => Ok(values.byte_offset()),
+        Some(Err(error)) if !error.is_eof() => Err(ReadCalls::Other),
+        _ => Err(ReadCalls::Incomplete),
+    }
+}
+
+/// Length of the JSON values at the beginning of `text`, with the signs between them.
+pub(super) fn leading_values(text: &str) -> usize {
+    let is_between = |sign: char| sign.is_whitespace() || matches!(sign, ';' | ',');
+    let mut end = 0;
+    loop {
+        let rest = text[end..].trim_start_matches(is_between);
+        let from = text.len() - rest.len();
+        match first_value(rest) {
+            Ok(length) if rest.starts_with(['{', '[']) => end = from + length,
+            _ => return end,
+        }
+    }
 }
 
 fn deep_seek(text: &str, fenced: bool, functions: &[CalledFunction]) -> ReadCalls {
@@ -200,11 +228,27 @@ fn deep_seek(text: &str, fenced: bool, functions: &[CalledFunction]) -> ReadCall
     object_call(&rest[..start], &block[..end], functions)
 }
 
+/// Arguments of a call as JSON texts; the last of several values of a name counts.
+#[derive(Default)]
+struct ArgumentTexts(Vec<(String, String)>);
+
+impl ArgumentTexts {
+    fn insert(&mut self, key: &str, json: String) {
+        self.0.retain(|(known, _)| known != key);
+        self.0.push((key.to_owned(), json));
+    }
+
+    fn object(&self) -> String {
+        let fields = self.0.iter().map(|(key, json)| format!("{}:{json}", Value::from(key.as_str())));
+        format!("{{{}}}", fields.collect::<Vec<_>>().join(","))
+    }
+}
+
 /// GLM's calls: a name, then keys and values in turn.
 fn keys_and_values(text: &str, functions: &[CalledFunction]) -> ReadCalls {
     let (name, mut rest) = text.split_at(text.find("<arg_key>").unwrap_or(text.len()));
     let Some((name, schema)) = known(name.trim(), functions) else { return ReadCalls::Other };
-    let mut arguments = Map::new();
+    let mut arguments = ArgumentTexts::default();
     while let Some(begun) = rest.trim_start().strip_prefix("<arg_key>") {
         let Some((key, behind)) = begun.split_once("</arg_key>") else { return ReadCalls::Incomplete };
         let Some(behind) = behind.trim_start().strip_prefix("<arg_value>") else {
@@ -214,14 +258,11 @@ fn keys_and_values(text: &str, functions: &[CalledFunction]) -> ReadCalls {
             return ReadCalls::Incomplete;
         };
         let key = key.trim();
-        arguments.insert(key.to_owned(), typed(schema, key, &behind[..end]));
+        arguments.insert(key, typed(schema, key, &behind[..end]));
         rest = &behind[end + "</arg_value>".len()..];
     }
     match rest.trim().is_empty() {
-        true => ReadCalls::Calls(vec![ToolCall {
-            name: name.clone(),
-            arguments: Value::Object(arguments).to_string(),
-        }]),
+        true => ReadCalls::Calls(vec![ToolCall { name: name.clone(), arguments: arguments.object() }]),
         false => ReadCalls::Other,
     }
 }
@@ -256,7 +297,7 @@ fn tagged(text: &str, functions: &[CalledFunction], tags: &Tags, inner: &Tags) -
         let Some((name, schema)) = known(name.trim_matches(['"', ' ']), functions) else {
             return ReadCalls::Other;
         };
-        let mut arguments = Map::new();
+        let mut arguments = ArgumentTexts::default();
         rest = behind.trim_start();
         while let Some(begun) = rest.strip_prefix(inner.begin) {
             let Some((key, behind)) = begun.split_once(inner.name_end) else { return ReadCalls::Incomplete };
@@ -270,14 +311,14 @@ fn tagged(text: &str, functions: &[CalledFunction], tags: &Tags, inner: &Tags) -
             };
             let value = &behind[..end];
             let value = match is_text {
-                Some(true) => Value::from(value),
-                Some(false) => serde_json::from_str(value).unwrap_or_else(|_| Value::from(value)),
+                Some(false) if serde_json::from_str::<&RawValue>(value).is_ok() => value.trim().to_owned(),
+                Some(_) => Value::from(value).to_string(),
                 None => {
                     let value = value.strip_prefix('\n').unwrap_or(value);
                     typed(schema, key, value.strip_suffix('\n').unwrap_or(value))
                 }
             };
-            arguments.insert(key.to_owned(), value);
+            arguments.insert(key, value);
             rest = behind[end + inner.end.len()..].trim_start();
         }
         let Some(behind) = rest.strip_prefix(tags.end) else {
@@ -287,7 +328,7 @@ fn tagged(text: &str, functions: &[CalledFunction], tags: &Tags, inner: &Tags) -
                 ReadCalls::Other
             };
         };
-        calls.push(ToolCall { name: name.clone(), arguments: Value::Object(arguments).to_string() });
+        calls.push(ToolCall { name: name.clone(), arguments: arguments.object() });
         rest = behind.trim_start();
     }
     match rest.is_empty() {
@@ -295,148 +336,5 @@ fn tagged(text: &str, functions: &[CalledFunction], tags: &Tags, inner: &Tags) -
         true => ReadCalls::Calls(calls),
         false if calls.is_empty() && tags.begin.starts_with(rest) => ReadCalls::Incomplete,
         false => ReadCalls::Other,
-    }
-}
-
-/// Calls in Python's syntax.
-struct PythonText<'a> {
-    text: &'a str,
-    at: usize,
-}
-
-impl<'a> PythonText<'a> {
-    fn calls(mut self, functions: &[CalledFunction]) -> Option<Vec<ToolCall>> {
-        let mut calls = Vec::new();
-        let is_list = self.skip('[');
-        loop {
-            if is_list && self.skip(']') {
-                break;
-            }
-            calls.push(self.call(functions)?);
-            self.skip(',');
-            if !is_list && self.rest().is_empty() {
-                break;
-            }
-        }
-        self.rest().is_empty().then_some(calls)
-    }
-
-    fn rest(&mut self) -> &'a str {
-        let rest = &self.text[self.at..];
-        self.at += rest.len() - rest.trim_start().len();
-        &self.text[self.at..]
-    }
-
-    fn skip(&mut self, sign: char) -> bool {
-        let found = self.rest().starts_with(sign);
-        self.at += if found { sign.len_utf8() } else { 0 };
-        found
-    }
-
-    fn name(&mut self) -> Option<String> {
-        let is_part = |letter: char| letter.is_alphanumeric() || matches!(letter, '_' | '.' | '-');
-        let rest = self.rest();
-        let name = rest[..rest.find(|letter| !is_part(letter)).unwrap_or(rest.len())].to_owned();
-        self.at += name.len();
-        Some(name).filter(|name| !name.is_empty())
-    }
-
-    fn call(&mut self, functions: &[CalledFunction]) -> Option<ToolCall> {
-        let name = self.name()?;
-        let (name, _) = known(&name, functions)?;
-        if !self.skip('(') {
-            return None;
-        }
-        let mut arguments = Map::new();
-        while !self.skip(')') {
-            let key = self.name()?;
-            if !self.skip('=') {
-                return None;
-            }
-            arguments.insert(key, self.value(0)?);
-            if !self.skip(',') && !self.rest().starts_with(')') {
-                return None;
-            }
-        }
-        Some(ToolCall { name: name.clone(), arguments: Value::Object(arguments).to_string() })
-    }
-
-    fn value(&mut self, depth: usize) -> Option<Value> {
-        if depth > DEPTH_MAX {
-            return None;
-        }
-        match self.rest().chars().next()? {
-            '\'' | '"' => self.string().map(Value::from),
-            '[' => self.list(']', depth),
-            '(' => self.list(')', depth),
-            '{' => {
-                self.skip('{');
-                let mut map = Map::new();
-                while !self.skip('}') {
-                    let key = self.string()?;
-                    if !self.skip(':') {
-                        return None;
-                    }
-                    map.insert(key, self.value(depth + 1)?);
-                    if !self.skip(',') && !self.rest().starts_with('}') {
-                        return None;
-                    }
-                }
-                Some(Value::Object(map))
-            }
-            letter if letter.is_ascii_digit() || letter == '-' || letter == '+' => {
-                let rest = self.rest();
-                let is_part = |letter: char| letter.is_ascii_alphanumeric() || "+-._".contains(letter);
-                let number = rest[..rest.find(|letter| !is_part(letter)).unwrap_or(rest.len())].to_owned();
-                self.at += number.len();
-                serde_json::from_str(number.trim_start_matches('+')).ok()
-            }
-            _ => match self.name()?.as_str() {
-                "True" | "true" => Some(Value::Bool(true)),
-                "False" | "false" => Some(Value::Bool(false)),
-                "None" | "null" => Some(Value::Null),
-                _ => None,
-            },
-        }
-    }
-
-    fn list(&mut self, close: char, depth: usize) -> Option<Value> {
-        self.at += 1;
-        let mut items = Vec::new();
-        while !self.skip(close) {
-            items.push(self.value(depth + 1)?);
-            if !self.skip(',') && !self.rest().starts_with(close) {
-                return None;
-            }
-        }
-        Some(Value::Array(items))
-    }
-
-    fn string(&mut self) -> Option<String> {
-        let rest = self.rest();
-        let quote = rest.chars().next().filter(|quote| matches!(quote, '\'' | '"'))?;
-        let mut text = String::new();
-        let mut letters = rest.char_indices().skip(1);
-        while let Some((at, letter)) = letters.next() {
-            match letter {
-                _ if letter == quote => {
-                    self.at += at + 1;
-                    return Some(text);
-                }
-                '\\' => match letters.next()?.1 {
-                    'n' => text.push('\n'),
-                    't' => text.push('\t'),
-                    'r' => text.push('\r'),
-                    'u' => {
-                        let digits: String = letters.by_ref().take(4).map(|(_, digit)| digit).collect();
-                        text.push(char::from_u32(u32::from_str_radix(&digits, 16).ok()?)?);
-                    }
-                    letter @ ('\\' | '\'' | '"') => text.push(letter),
-                    letter => text.extend(['\\', letter]),
-                },
-                _ => text.push(letter),
-            }
-        }
-        None
     }
 }

@@ -1,15 +1,12 @@
 //! Grammars of answers that must call tools, in each style.
 
-use serde_json::{Value, json};
+use serde_json::Value;
 use std::fmt::Write;
 
 use super::tool_bodies::CalledFunction;
-use super::tool_schema::arguments;
+use super::tool_schema::{Argument, WrittenForm, arguments};
 use crate::grammar::Grammar;
 use crate::model::{ListMarks, ToolStyle};
-
-/// A text without its closing tag.
-const TEXT: &str = r"/([^<]|<[^\/])*/";
 
 /// A grammar in Lark's format of one call, or of `several`.
 pub(super) fn calls(
@@ -62,6 +59,45 @@ pub(super) fn begun_calls(
 struct CallWriter<'a> {
     style: ToolStyle,
     is_special: &'a dyn Fn(&str) -> bool,
+}
+
+/// The end of a value that is written as text.
+struct ValueEnd<'a> {
+    /// The mark, which no text holds.
+    mark: &'a str,
+    /// The mark and what follows it, in Lark's format.
+    written: String,
+}
+
+/// Rules of a value and the text behind it. The end of a free text is part of the text's terminal: apart from
+/// it, the terminal would take the end as more text.
+fn written_value(rule: &str, forms: &[WrittenForm], end: &ValueEnd<'_>) -> String {
+    let is_literal = end.written.starts_with('"');
+    let (mut ways, mut rules) = (Vec::new(), String::new());
+    for (at, form) in forms.iter().enumerate() {
+        let (name, terminal) = (format!("{rule}_{at}"), format!("{}_{at}", rule.to_uppercase()));
+        let _ = match form {
+            WrittenForm::Text(limits) => {
+                let mark = Grammar::one_of([end.mark]);
+                let without = mark.text().replace('\n', "\\n");
+                let limits: String = limits.iter().map(|limit| format!(" & {limit}")).collect();
+                let inner = format!("{terminal}_TEXT: /(?s:.*)/ & ~/(?s:.*){without}(?s:.*)/{limits}");
+                let inside = if is_literal { end.written.as_str() } else { "" };
+                writeln!(rules, "{terminal}: {terminal}_TEXT {inside}\n{inner}")
+            }
+            WrittenForm::Constant(text) if text.is_empty() => writeln!(rules, "{name}: {}", end.written),
+            WrittenForm::Constant(text) => writeln!(rules, "{name}: {} {}", literal(text), end.written),
+            WrittenForm::Json(schema) => {
+                writeln!(rules, "{name}_json: %json {schema}\n{name}: {name}_json {}", end.written)
+            }
+        };
+        ways.push(match form {
+            WrittenForm::Text(_) if is_literal => terminal,
+            WrittenForm::Text(_) => format!("{terminal} {}", end.written),
+            _ => name,
+        });
+    }
+    format!("{rule}: {}\n{rules}", ways.join(" | "))
 }
 
 /// A text as a literal of Lark's format.
@@ -166,74 +202,64 @@ impl CallWriter<'_> {
             }
             ToolStyle::KeysAndValues => {
                 let head = [open, literal(&format!("{name}\n"))].join(" ");
-                self.fields(rule, schema, &head, &close, &|argument| {
-                    let before =
-                        [self.mark("<arg_key>"), literal(argument), self.mark("</arg_key>")].join(" ");
-                    let before = [before, literal("\n"), self.mark("<arg_value>")].join(" ");
-                    (before, [self.mark("</arg_value>"), literal("\n")].join(" "))
-                })
+                let end = ValueEnd {
+                    mark: "</arg_value>",
+                    written: [self.mark("</arg_value>"), literal("\n")].join(" "),
+                };
+                let before = |argument: &Argument| {
+                    let key = [self.mark("<arg_key>"), literal(&argument.name), self.mark("</arg_key>")];
+                    [key.join(" "), literal("\n"), self.mark("<arg_value>")].join(" ")
+                };
+                fields(rule, schema, [&head, &close], &before, &plain(&end))
             }
             ToolStyle::FunctionTags { .. } => {
                 let head = [open, literal(&format!("\n<function={name}>\n"))].join(" ");
                 let tail = [literal("</function>\n"), close].join(" ");
-                self.fields(rule, schema, &head, &tail, &|argument| {
-                    (literal(&format!("<parameter={argument}>\n")), literal("\n</parameter>\n"))
-                })
+                let end = ValueEnd { mark: "</parameter>", written: literal("\n</parameter>\n") };
+                let before = |argument: &Argument| literal(&format!("<parameter={}>\n", argument.name));
+                fields(rule, schema, [&head, &tail], &before, &plain(&end))
             }
             ToolStyle::Invoked => {
                 let head = literal(&format!("<invoke name=\"{name}\">\n"));
-                self.fields(rule, schema, &head, &literal("</invoke>"), &|argument| {
-                    (literal(&format!("<parameter name=\"{argument}\">")), literal("</parameter>\n"))
-                })
+                let end = ValueEnd { mark: "</parameter>", written: literal("</parameter>\n") };
+                let before =
+                    |argument: &Argument| literal(&format!("<parameter name=\"{}\">", argument.name));
+                fields(rule, schema, [&head, &literal("</invoke>")], &before, &plain(&end))
             }
             ToolStyle::JsonInTag => {
                 with_json(&[&literal(&format!("<function={name}>")), &json, &literal("</function>")])
             }
             ToolStyle::Harmony => with_json(&[&self.harmony_head(name), &json]),
             ToolStyle::Gemma => self.gemma(rule, name, schema),
-            ToolStyle::InvokedDsml { .. } => self.dsml(rule, name, schema),
+            ToolStyle::InvokedDsml { .. } => CallWriter::dsml(rule, name, schema),
             ToolStyle::Pythonic { .. } => self.pythonic(rule, name, schema),
         }
     }
 
-    /// A call with an element for each argument: the required ones, then any of the others.
-    fn fields(
-        &self,
-        rule: &str,
-        schema: &Value,
-        head: &str,
-        tail: &str,
-        around: &dyn Fn(&str) -> (String, String),
-    ) -> String {
-        let (mut call, mut values) = (format!("{rule}: {head}"), String::new());
-        for (at, argument) in arguments(schema).iter().enumerate() {
-            let (before, after) = around(&argument.name);
-            let value = format!("{rule}_{at}");
-            match argument.is_text {
-                true => {
-                    let _ = writeln!(values, "{value}: {TEXT}");
-                }
-                false => {
-                    let _ = writeln!(values, "{value}: %json {}", argument.schema);
-                }
-            }
-            let _ = match argument.is_required {
-                true => write!(call, " {before} {value} {after}"),
-                false => write!(call, " ({before} {value} {after})?"),
-            };
-        }
-        format!("{call} {tail}\n{values}")
-    }
-
-    fn dsml(&self, rule: &str, name: &str, schema: &Value) -> String {
-        let texts: Vec<(String, bool)> =
-            arguments(schema).into_iter().map(|argument| (argument.name, argument.is_text)).collect();
+    /// A call that says of each value whether it is a text or JSON.
+    fn dsml(rule: &str, name: &str, schema: &Value) -> String {
         let head = literal(&format!("<｜DSML｜invoke name=\"{name}\">\n"));
-        self.fields(rule, schema, &head, &literal("</｜DSML｜invoke>"), &|argument| {
-            let is_text = texts.iter().any(|(name, is_text)| name == argument && *is_text);
-            let begin = format!("<｜DSML｜parameter name=\"{argument}\" string=\"{is_text}\">");
-            (literal(&begin), literal("</｜DSML｜parameter>\n"))
-        })
+        let mark = "</｜DSML｜parameter>";
+        let end = ValueEnd { mark, written: literal(&format!("{mark}\n")) };
+        let before = |argument: &Argument| {
+            literal(&format!("<｜DSML｜parameter name=\"{}\" string=\"", argument.name))
+        };
+        let value = |rule: &str, argument: &Argument| {
+            let is_text = |form: &&WrittenForm| matches!(form, WrittenForm::Text(_));
+            let texts: Vec<WrittenForm> = argument.forms.iter().filter(is_text).cloned().collect();
+            let json = [WrittenForm::Json(argument.schema.clone())];
+            let ways = [("true", !texts.is_empty(), &texts[..]), ("false", !argument.is_text, &json[..])];
+            let ways = ways.iter().filter(|(_, may_be, _)| *may_be);
+            let (names, rules): (Vec<String>, Vec<String>) = ways
+                .map(|(kind, _, forms)| {
+                    let inner = format!("{rule}_{kind}");
+                    let begin = literal(&format!("{kind}\">"));
+                    (format!("{begin} {inner}"), written_value(&inner, forms, &end))
+                })
+                .unzip();
+            format!("{rule}: {}\n{}", names.join(" | "), rules.concat())
+        };
+        fields(rule, schema, [&head, &literal("</｜DSML｜invoke>")], &before, &value)
     }
 
     /// Text before the arguments of a call in gpt-oss's format.
@@ -253,10 +279,16 @@ impl CallWriter<'_> {
         let (mut required, mut others, mut values) = (Vec::new(), Vec::new(), String::new());
         for (at, argument) in arguments(schema).into_iter().enumerate() {
             let value = format!("{rule}_{at}");
-            let _ = match argument.is_text {
-                true => writeln!(values, "{value}: {quote} {TEXT} {quote}"),
-                false => writeln!(values, "{value}: %json {}", argument.schema),
-            };
+            match argument.is_text {
+                true => {
+                    let end = ValueEnd { mark: "<|\"|>", written: quote.clone() };
+                    let _ = writeln!(values, "{value}: {quote} {value}_text");
+                    values += &written_value(&format!("{value}_text"), &argument.forms, &end);
+                }
+                false => {
+                    let _ = writeln!(values, "{value}: %json {}", argument.schema);
+                }
+            }
             let written = format!("{} {value}", literal(&format!("{}:", argument.name)));
             if argument.is_required { required.push(written) } else { others.push(written) }
         }
@@ -277,8 +309,7 @@ impl CallWriter<'_> {
         let (mut required, mut others, mut values) = (Vec::new(), Vec::new(), String::new());
         for (at, argument) in arguments(schema).into_iter().enumerate() {
             let value = format!("{rule}_{at}");
-            let schema = if argument.is_text { json!({"type": "string"}) } else { argument.schema };
-            let _ = writeln!(values, "{value}: %json {schema}");
+            let _ = writeln!(values, "{value}: %json {}", argument.schema);
             let written = format!("{} {value}", literal(&format!("{}=", argument.name)));
             if argument.is_required { required.push(written) } else { others.push(written) }
         }
@@ -292,4 +323,34 @@ impl CallWriter<'_> {
         };
         format!("{rule}: {} {inside} \")\"\n{values}", literal(&format!("{name}(")))
     }
+}
+
+/// The rules of a value, given their name and the argument.
+type ValueRules<'a> = dyn Fn(&str, &Argument) -> String + 'a;
+
+/// The rules of values that end alike.
+fn plain<'a>(end: &'a ValueEnd<'_>) -> impl Fn(&str, &Argument) -> String + 'a {
+    move |rule, argument| written_value(rule, &argument.forms, end)
+}
+
+/// A call with an element for each argument: the required ones, then any of the others. `before` is written
+/// before a value, and `around` the call's own text.
+fn fields(
+    rule: &str,
+    schema: &Value,
+    around: [&str; 2],
+    before: &dyn Fn(&Argument) -> String,
+    value_rules: &ValueRules<'_>,
+) -> String {
+    let [head, tail] = around;
+    let (mut call, mut values) = (format!("{rule}: {head}"), String::new());
+    for (at, argument) in arguments(schema).iter().enumerate() {
+        let (begin, value) = (before(argument), format!("{rule}_{at}"));
+        values += &value_rules(&value, argument);
+        let _ = match argument.is_required {
+            true => write!(call, " {begin} {value}"),
+            false => write!(call, " ({begin} {value})?"),
+        };
+    }
+    format!("{call} {tail}\n{values}")
 }

@@ -302,6 +302,14 @@ impl ToolReader {
         let marked = held.strip_prefix(self.marks.open);
         let begins = self.bare_beginnings().iter().any(|beginning| held.starts_with(beginning));
         let inside = marked.or((self.may_be_bare() || begins).then_some(held.as_str()));
+        // text may follow calls that a stream would have begun
+        let is_bare = matches!(self.style, ToolStyle::Bare { .. });
+        let begins = |text: &&str| tool_stream::begin(self.style, text, &self.functions).is_some();
+        let whole = inside.filter(|text| is_bare && begins(text));
+        let (inside, behind) = match whole.map(|text| text.split_at(tool_bodies::leading_values(text))) {
+            Some((calls, behind)) => (Some(calls), behind.trim_start_matches([' ', '\n', ';', ','])),
+            None => (inside, ""),
+        };
         let inside = inside.map(|inside| {
             let ends = self.marks.around.iter().find_map(|mark| inside.trim_end().strip_suffix(mark));
             ends.unwrap_or(inside)
@@ -314,6 +322,7 @@ impl ToolReader {
         let read = inside.map(|inside| tool_bodies::read(self.style, inside, &self.functions));
         if let Some(ReadCalls::Calls(calls)) = read {
             self.take_calls(calls, &mut pieces);
+            pieces.text.push_str(if pieces.ended { "" } else { behind });
             pieces.ended = false;
             return pieces;
         }

@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use super::errors::ApiError;
 use super::fields::{Fields, wrong_type};
+use super::python_calls;
 use super::tool_bodies::CalledFunction;
 use super::tool_grammar;
 use super::tool_reader::ToolReader;
@@ -70,8 +71,13 @@ impl Tools {
         }
         let functions: Vec<_> =
             tools.iter().enumerate().map(|(at, tool)| function(at, tool)).collect::<Result<_, _>>()?;
-        let choice = choice.unwrap_or(Some(ToolChoice::Auto));
-        let Some(choice) = choice.filter(|_| !functions.is_empty()) else { return Ok(None) };
+        let Some(choice) = choice.unwrap_or(Some(ToolChoice::Auto)) else { return Ok(None) };
+        if functions.is_empty() {
+            return match choice {
+                ToolChoice::Auto => Ok(None),
+                _ => Err(ApiError::value("tool_choice", "'tool_choice' needs 'tools'")),
+            };
+        }
         if let ToolChoice::Named(name) = &choice
             && !functions.iter().any(|(known, _)| known == name)
         {
@@ -91,7 +97,8 @@ impl Tools {
             return tool_grammar::begun_calls(style, &called, self.parallel, is_special);
         }
         let called: Vec<&CalledFunction> = self.functions.iter().filter(|(name, _)| may(name)).collect();
-        let several = self.parallel && self.choice == ToolChoice::Required;
+        // an end token follows each call of gpt-oss
+        let several = self.parallel && self.choice == ToolChoice::Required && style != ToolStyle::Harmony;
         Some(Grammar::Lark(tool_grammar::calls(style, &called, several, is_special).into()))
     }
 
@@ -179,10 +186,16 @@ fn past_arguments(given: Value) -> Value {
         Value::String(text) => match serde_json::from_str(&text) {
             Ok(Value::Null) => empty(),
             Ok(arguments) => arguments,
-            Err(_) => completed(&text).unwrap_or_else(empty),
+            Err(_) => leading(&text).or_else(|| completed(&text)).unwrap_or_else(empty),
         },
         arguments => arguments,
     }
+}
+
+/// An object that other text follows, or one in Python's syntax.
+fn leading(text: &str) -> Option<Value> {
+    let first = serde_json::Deserializer::from_str(text).into_iter::<Value>().next();
+    first.and_then(Result::ok).or_else(|| python_calls::value(text)).filter(Value::is_object)
 }
 
 /// A truncated object, with every complete part.

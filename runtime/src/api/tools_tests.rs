@@ -182,6 +182,7 @@ fn what_is_no_tool_is_refused_by_its_place() {
             "tool_choice",
         ),
         (json!({"tool_choice": "required"}), "tool_choice"),
+        (json!({"tools": [], "tool_choice": "required"}), "tool_choice"),
         (json!({"tools": [tool("a")], "parallel_tool_calls": 1}), "parallel_tool_calls"),
     ];
     for (body, field) in cases {
@@ -216,6 +217,8 @@ fn arguments_of_past_calls_that_were_cut_or_empty_are_objects() {
         (json!("{\"a\": \"x, {\\"), json!({"a": "x, {"})),
         (json!("{\"z\": 1, \"a\": 2}"), json!({"z": 1, "a": 2})),
         (json!("nonsense"), json!({})),
+        (json!("{\"a\": 1} and text"), json!({"a": 1})),
+        (json!("{'a': None}"), json!({"a": null})),
         (json!({"a": 1}), json!({"a": 1})),
     ] {
         assert_eq!(past_arguments(given.clone()), seen, "{given}");
@@ -399,6 +402,110 @@ fn schemas_with_definitions_can_be_called() {
             }
         }
     }
+}
+
+/// Whether an answer may be `text`, in tokens of one byte.
+fn lets_through(grammar: &Grammar, text: &str) -> Result<(), String> {
+    use crate::budget::Party;
+    use crate::grammar::{GrammarClient, Grammars};
+    const END: u32 = 1;
+    let tokenizer = crate::model::builtin::tokenizer().unwrap();
+    let vocab = u32::try_from(tokenizer.vocab()).unwrap();
+    let of_byte = |byte: u8| (0..vocab).find(|id| tokenizer.token_bytes(*id) == [byte]).unwrap();
+    let grammars = Grammars::new(tokenizer.clone(), vocab, None);
+    let client = GrammarClient { party: &Party::Tenant("a".into()), stopped: &|| false };
+    let mut run = grammars.begin(grammar, &[END].into(), client).map_err(|error| format!("{error:?}"))?;
+    let mut output = Vec::new();
+    for id in text.bytes().map(of_byte).chain([END]) {
+        run.follow(&output).map_err(|error| format!("{error:?}"))?;
+        if run.forbidden().map_err(|error| format!("{error:?}"))?.binary_search(&id).is_ok() {
+            return Err(format!("{id} is forbidden behind {:?}", &text[..output.len()]));
+        }
+        output.push(id);
+    }
+    Ok(())
+}
+
+#[test]
+fn texts_end_and_obey_their_schemas() {
+    let properties = json!({"code": {"type": "string"}, "pick": {"enum": ["x", 2]}, "maybe": {"type": ["string", "null"]},
+        "name": {"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}, "any": {}});
+    let parameters = json!({"type": "object", "properties": properties, "required": ["code", "pick", "maybe", "name", "any"]});
+    let function = json!({"type": "function", "function": {"name": "f", "parameters": parameters}});
+    let body = json!({"tools": [function], "tool_choice": "required", "parallel_tool_calls": false});
+    let tools = parse(&body).unwrap().unwrap();
+    let code = "<b>\n</b> </par";
+    type Write = fn(&str, &str) -> String;
+    let styles: [(ToolStyle, Write, [&str; 2]); 4] = [
+        (
+            ToolStyle::FunctionTags { seed: false },
+            |name, value| format!("<parameter={name}>\n{value}\n</parameter>\n"),
+            ["<tool_call>\n<function=f>\n", "</function>\n</tool_call>"],
+        ),
+        (
+            ToolStyle::KeysAndValues,
+            |name, value| format!("<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>\n"),
+            ["<tool_call>f\n", "</tool_call>"],
+        ),
+        (
+            ToolStyle::Invoked,
+            |name, value| format!("<parameter name=\"{name}\">{value}</parameter>\n"),
+            ["<minimax:tool_call>\n<invoke name=\"f\">\n", "</invoke>\n</minimax:tool_call>"],
+        ),
+        (
+            ToolStyle::InvokedDsml { calls: true },
+            |name, value| {
+                let is_text = matches!(name, "code" | "name" | "any");
+                format!(
+                    "<｜DSML｜parameter name=\"{name}\" string=\"{is_text}\">{value}</｜DSML｜parameter>\n"
+                )
+            },
+            [
+                "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"f\">\n",
+                "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+            ],
+        ),
+    ];
+    for (style, write, [before, after]) in styles {
+        let grammar = tools.grammar(style, &|_| false).unwrap();
+        let call = |pick: &str, name: &str| {
+            let values = [("code", code), ("pick", pick), ("maybe", "null"), ("name", name), ("any", "q")];
+            let values: String = values.map(|(name, value)| write(name, value)).concat();
+            format!("{before}{values}{after}")
+        };
+        let right = call("2", "ab");
+        assert_eq!(lets_through(&grammar, &right), Ok(()), "{style:?}: {}", grammar.text());
+        let (text, calls) = read(&tools, style, &[&right]);
+        let arguments: Value = serde_json::from_str(&calls[0].arguments).unwrap();
+        assert_eq!(text, "", "{style:?}");
+        assert_eq!(arguments["code"], code, "{style:?}");
+        assert_eq!((&arguments["pick"], &arguments["name"]), (&json!(2), &json!("ab")), "{style:?}");
+        for wrong in [call("\"y\"", "ab"), call("y", "ab"), call("2", "abcd"), call("2", "a1")] {
+            assert!(lets_through(&grammar, &wrong).is_err(), "{style:?}: {wrong}");
+        }
+    }
+}
+
+#[test]
+fn python_values_are_read_as_python_reads_them() {
+    let tools = tools(&json!({}));
+    let text = r#"[look(a=.5, b=2., c=1_000, d="\x41\ud83d\ude00", e="""a "b" c""", f='a' 'b', g='')]"#;
+    let (_, calls) = read(&tools, ToolStyle::Pythonic { marked: false }, &[text]);
+    let expected = json!({"a": 0.5, "b": 2.0, "c": 1000, "d": "A😀", "e": "a \"b\" c", "f": "ab", "g": ""});
+    assert_eq!(serde_json::from_str::<Value>(&calls[0].arguments).unwrap(), expected);
+}
+
+#[test]
+fn marks_within_arguments_and_text_behind_calls_are_kept() {
+    let tools = tools(&json!({}));
+    let said = json!({"x": "[TOOL_CALLS]add[ARGS]{}"}).to_string();
+    let text = format!("[TOOL_CALLS]look[ARGS]{said}[TOOL_CALLS]add[ARGS]{{}}");
+    let expected = vec![called("look", &said), called("add", "{}")];
+    assert_eq!(read(&tools, ToolStyle::Named, &[&text]), (String::new(), expected));
+    let text = "{\"name\": \"look\", \"parameters\": {\"x\": 1}} I hope";
+    let expected = ("I hope".to_owned(), vec![called("look", "{\"x\": 1}")]);
+    assert_eq!(read(&tools, BARE, &[text]), expected);
+    assert_eq!(read_by(tools.reader(BARE, true), &[text]), expected);
 }
 
 #[test]

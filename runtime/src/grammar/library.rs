@@ -81,22 +81,78 @@ const FORMATS: [&str; 11] =
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"];
 
 /// A schema without the formats that the library does not know: they are annotations, by the specification.
+/// `oneOf` is `anyOf` where at most one alternative can hold.
 pub(crate) fn without_annotations(schema: Value) -> Value {
+    let root = schema.clone();
+    rewritten(schema, &root)
+}
+
+fn rewritten(schema: Value, root: &Value) -> Value {
     match schema {
         Value::Object(map) => {
             let is_kept = |(key, value): &(String, Value)| {
                 key != "format" || value.as_str().is_none_or(|format| FORMATS.contains(&format))
             };
+            let is_one_of_any = !map.contains_key("anyOf")
+                && map.get("oneOf").and_then(Value::as_array).is_some_and(|ways| are_disjoint(ways, root));
             let inner = |(key, value): (String, Value)| {
                 let is_data = matches!(key.as_str(), "enum" | "const" | "default" | "examples");
-                let value = if is_data { value } else { without_annotations(value) };
+                let value = if is_data { value } else { rewritten(value, root) };
+                let key = if is_one_of_any && key == "oneOf" { "anyOf".into() } else { key };
                 (key, value)
             };
             Value::Object(map.into_iter().filter(is_kept).map(inner).collect())
         }
-        Value::Array(items) => Value::Array(items.into_iter().map(without_annotations).collect()),
+        Value::Array(items) => Value::Array(items.into_iter().map(|item| rewritten(item, root)).collect()),
         other => other,
     }
+}
+
+/// Maximum number of alternatives that are compared with each other.
+const ALTERNATIVES_MAX: usize = 64;
+
+/// Whether no value can fit two of these schemas.
+fn are_disjoint(ways: &[Value], root: &Value) -> bool {
+    let resolved = |way: &'_ Value| {
+        let path = way["$ref"].as_str().and_then(|path| path.strip_prefix('#'));
+        path.and_then(|path| root.pointer(path)).unwrap_or(way).clone()
+    };
+    let ways: Vec<Value> = ways.iter().take(ALTERNATIVES_MAX + 1).map(resolved).collect();
+    let excludes = |(at, way): (usize, &Value)| ways[..at].iter().all(|other| exclude_each_other(way, other));
+    ways.len() <= ALTERNATIVES_MAX && ways.iter().enumerate().all(excludes)
+}
+
+/// Whether two schemas differ in their constants, their types, or the constants of a property that both
+/// require.
+fn exclude_each_other(a: &Value, b: &Value) -> bool {
+    let constants = |of: &Value| match (of["enum"].as_array(), of.get("const")) {
+        (_, Some(constant)) => Some(vec![constant.clone()]),
+        (several, None) => several.cloned(),
+    };
+    let differ = |a: &Value, b: &Value| match (constants(a), constants(b)) {
+        (Some(a), Some(b)) => !a.iter().any(|constant| b.contains(constant)),
+        _ => false,
+    };
+    let kinds = |of: &Value| match &of["type"] {
+        Value::String(kind) => vec![kind.clone()],
+        Value::Array(kinds) => kinds.iter().filter_map(Value::as_str).map(str::to_owned).collect(),
+        _ => Vec::new(),
+    };
+    let (of_a, of_b) = (kinds(a), kinds(b));
+    let is_number = |kind: &String| matches!(kind.as_str(), "integer" | "number");
+    let overlap =
+        of_a.iter().any(|kind| of_b.contains(kind) || is_number(kind) && of_b.iter().any(is_number));
+    let requires = |of: &Value, name: &str| {
+        of["required"].as_array().is_some_and(|names| names.iter().any(|required| required == name))
+    };
+    let properties = a["properties"].as_object().into_iter().flatten();
+    let mut told_apart = properties.filter(|(name, _)| requires(a, name) && requires(b, name));
+    let are_objects = |kinds: &[String]| kinds.iter().all(|kind| kind == "object") && !kinds.is_empty();
+    differ(a, b)
+        || !of_a.is_empty() && !of_b.is_empty() && !overlap
+        || are_objects(&of_a)
+            && are_objects(&of_b)
+            && told_apart.any(|(name, of)| differ(of, &b["properties"][name]))
 }
 
 /// Messages of the library end with traces.
