@@ -133,6 +133,28 @@ fn a_file_may_be_called_anything() {
 }
 
 #[test]
+fn dates_count_from_the_first_request_and_other_units_are_refused() {
+    let read = |text: &str| -> Result<Vec<f64>, String> {
+        let trace = Trace::from_reader("t", std::io::Cursor::new(text.to_owned()), ReadOptions::default());
+        let requests = trace.map_err(|error| error.to_string())?;
+        requests
+            .map(|request| request.map(|request| request.at.0).map_err(|error| error.to_string()))
+            .collect()
+    };
+    let mooncake = |at: u64| format!("{{\"timestamp\": {at}, \"input_length\": 9, \"output_length\": 1}}\n");
+    let day = 86_400_000;
+    let dates = [1_700_000_000_000, 1_700_000_001_500].map(mooncake).concat();
+    assert_eq!(read(&dates), Ok(vec![0.0, 1.5]));
+    let weeks = [0, 20 * day].map(mooncake).concat();
+    assert_eq!(read(&weeks), Ok(vec![0.0, 20.0 * 86_400.0]), "a long trace is no date");
+    let seconds = read(&mooncake(1_700_000_000)).unwrap_err();
+    assert!(seconds.contains("Unix time in seconds"), "{seconds}");
+    let log = "{\"input_toks\": 9, \"output_toks\": 1, \"arrival_time\": 1787267980080}\n";
+    let error = read(log).unwrap_err();
+    assert!(error.contains("line 1") && error.contains("milliseconds"), "{error}");
+}
+
+#[test]
 fn a_few_lines_out_of_order_are_sorted_and_counted() {
     let line = |at: u32| format!("{{\"input_toks\": {at}, \"output_toks\": 1, \"arrival_time\": {at}}}\n");
     let text: String = [10, 12, 11, 12, 9].map(line).concat();

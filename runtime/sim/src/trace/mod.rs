@@ -43,6 +43,10 @@ pub const TOKENS_MAX: u32 = 1 << 24;
 /// Maximum time of a trace, and of a simulation, in seconds: 317 years. Later times are a mistake, and f64 no
 /// longer resolves microseconds there.
 pub const TIME_S_MAX: f64 = 1e10;
+/// Times from this on are dates: seconds since 1970, from 2001 on. They count from the first request.
+const UNIX_S_MIN: f64 = 1e9;
+/// Dates beyond it, of the year 5138, are in another unit.
+const DATE_S_MAX: f64 = 1e11;
 
 /// One request of a trace.
 #[derive(Clone, Debug, PartialEq)]

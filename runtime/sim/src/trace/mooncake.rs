@@ -1,7 +1,7 @@
 //! Mooncake's JSONL: `{timestamp ms, input_length, output_length, hash_ids}`.
 
-use super::TIME_S_MAX;
 use super::read::{Draft, Lengths};
+use super::{DATE_S_MAX, TIME_S_MAX, UNIX_S_MIN};
 use mixfleet_hal::random::bits;
 use mixfleet_hal::units::Seconds;
 use mixfleet_scheduler::kv::BlockHash;
@@ -72,7 +72,23 @@ fn at(line: &MooncakeRequest, per_second: f64) -> Result<Seconds, String> {
             at * 1e3
         ));
     }
+    if at / per_second > DATE_S_MAX {
+        return Err(format!(
+            "timestamp {timestamp} is no date in this unit; is it in micro- or nanoseconds?"
+        ));
+    }
     Ok(Seconds(at / per_second))
+}
+
+/// Refuses a first timestamp in milliseconds that is rather a date in seconds.
+pub(super) fn check_first(line: &[u8]) -> Result<(), String> {
+    let Ok(line) = serde_json::from_slice::<MooncakeRequest>(line) else { return Ok(()) };
+    match line.timestamp.and_then(|timestamp| timestamp.as_f64()) {
+        Some(at) if (UNIX_S_MIN..DATE_S_MAX / 10.0).contains(&at) => Err(format!(
+            "timestamp {at} may be Unix time in seconds: write milliseconds, {at}000 if so, or begin nearer to 0"
+        )),
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]
@@ -95,6 +111,18 @@ mod tests {
             assert!(error.as_ref().is_some_and(|error| error.contains(says)), "{at}: {error:?}");
         }
         assert!(parse(theirs, BLOCK_TOKENS, 1e3).is_err(), "three blocks of 512 for 40 tokens");
+    }
+
+    #[test]
+    fn dates_are_told_from_times_since_a_start() {
+        let line = |at: u64| format!(r#"{{"timestamp": {at}, "input_length": 40, "output_length": 20}}"#);
+        assert!(check_first(line(1_700_000_000).as_bytes()).is_err(), "seconds");
+        assert!(check_first(line(1_700_000_000_000).as_bytes()).is_ok(), "milliseconds");
+        assert!(check_first(line(27_482).as_bytes()).is_ok());
+        for at in [1_700_000_000_000_000, 1_700_000_000_000_000_000] {
+            let error = parse(line(at).as_bytes(), BLOCK_TOKENS, 1e3).err();
+            assert!(error.as_ref().is_some_and(|error| error.contains("nanoseconds")), "{error:?}");
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::agentic::Agentic;
 use super::lines::Lines;
 use super::table::{Clock, Table};
-use super::{Format, Progress, Request, TOKENS_MAX, TraceError, mooncake, request_log};
+use super::{Format, Progress, Request, TOKENS_MAX, TraceError, UNIX_S_MIN, mooncake, request_log};
 use mixfleet_hal::units::{Ordered, Seconds};
 use mixfleet_scheduler::kv::BlockHash;
 use std::collections::BTreeMap;
@@ -214,6 +214,7 @@ fn sorter(
 ) -> Result<(Option<u32>, Box<dyn Sorter>), String> {
     let (block_tokens, parse, has_own_clock): (_, ParseLine, _) = match format {
         Format::Mooncake => {
+            mooncake::check_first(first)?;
             let block_tokens = options.block_tokens.unwrap_or(mooncake::BLOCK_TOKENS).max(1);
             (Some(block_tokens), Box::new(move |line: &[u8]| mooncake::parse(line, block_tokens, 1e3)), false)
         }
@@ -294,6 +295,9 @@ impl Sorter for Window {
 
     fn next(&mut self, id: u64, repairs: &mut Repairs) -> Result<Option<Request>, TraceError> {
         let Some((_, draft)) = self.waiting.pop_first() else { return Ok(None) };
+        if self.emitted.is_none() && draft.at.0 >= UNIX_S_MIN {
+            self.origin = Some(draft.at);
+        }
         self.emitted = Some(draft.at);
         let at = draft.at - *self.origin.get_or_insert(draft.at);
         TraceError::unless_late("a request arrives", at.0)?;

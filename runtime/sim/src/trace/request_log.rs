@@ -1,5 +1,6 @@
 //! The per-request logs of vLLM's and LLMServingSim's benchmarks.
 
+use super::DATE_S_MAX;
 use super::read::{Draft, Lengths};
 use mixfleet_hal::units::Seconds;
 use serde::Deserialize;
@@ -23,6 +24,9 @@ pub(super) fn parse(line: &[u8]) -> Result<Draft, String> {
     };
     if !(at.is_finite() && at >= 0.0) {
         return Err(format!("arrival at {at} is not a time"));
+    }
+    if at > DATE_S_MAX {
+        return Err(format!("arrival at {at} s is no date; is it in milliseconds or less?"));
     }
     let lengths = Lengths::new(line.input_toks, line.output_toks)?;
     Ok(Draft { at: Seconds(at), lengths, chain: Vec::new(), class: None })
