@@ -75,17 +75,42 @@ impl ChatMessage {
 
 impl Serialize for ChatMessage {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        MessageView { message: self, in_parts: false }.serialize(serializer)
+    }
+}
+
+/// A part of a message's text.
+#[derive(Serialize)]
+struct TextPart<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    text: &'a str,
+}
+
+/// A message as a template sees it.
+struct MessageView<'a> {
+    message: &'a ChatMessage,
+    /// Whether its text is a list of parts.
+    in_parts: bool,
+}
+
+impl Serialize for MessageView<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let ChatMessage { role, content, extra, order } = self.message;
         let mut map = serializer.serialize_map(None)?;
-        let order = self.order.iter().map(String::as_str);
-        let named: Vec<&str> = if self.order.is_empty() { vec!["role", "content"] } else { order.collect() };
+        let given = order.iter().map(String::as_str);
+        let named: Vec<&str> = if order.is_empty() { vec!["role", "content"] } else { given.collect() };
         for field in &named {
             match *field {
-                "role" => map.serialize_entry("role", &self.role)?,
-                "content" => map.serialize_entry("content", &self.content)?,
-                field => self.extra.get(field).map_or(Ok(()), |value| map.serialize_entry(field, value))?,
+                "role" => map.serialize_entry("role", role)?,
+                "content" if self.in_parts => {
+                    map.serialize_entry("content", &[TextPart { kind: "text", text: content }])?;
+                }
+                "content" => map.serialize_entry("content", content)?,
+                field => extra.get(field).map_or(Ok(()), |value| map.serialize_entry(field, value))?,
             }
         }
-        for (field, value) in self.extra.iter().filter(|(field, _)| !named.contains(&field.as_str())) {
+        for (field, value) in extra.iter().filter(|(field, _)| !named.contains(&field.as_str())) {
             map.serialize_entry(field, value)?;
         }
         map.end()
@@ -149,6 +174,8 @@ pub struct ChatTemplate {
     environment: Arc<Environment<'static>>,
     sources: Arc<TemplateSources>,
     tool_style: Option<ToolStyle>,
+    /// Whether it prints the text of messages only if that is a list of parts.
+    needs_parts: bool,
 }
 
 /// The parts of a template.
@@ -206,7 +233,26 @@ impl ChatTemplate {
             environment.add_template_owned(name, jinja::translate(source)).map_err(template_error)?;
         }
         let tool_style = ToolStyle::of(sources.tool_use.as_ref().unwrap_or(&sources.default));
-        Ok(ChatTemplate { environment: Arc::new(environment), sources: Arc::new(sources), tool_style })
+        let (environment, sources) = (Arc::new(environment), Arc::new(sources));
+        let mut template = ChatTemplate { environment, sources, tool_style, needs_parts: false };
+        template.needs_parts = !template.prints_text() && {
+            template.needs_parts = true;
+            template.prints_text()
+        };
+        Ok(template)
+    }
+
+    /// Whether the template prints the text of a message, and not the message's JSON.
+    fn prints_text(&self) -> bool {
+        const TEXT: &str = "qzxj";
+        let messages = [ChatMessage::new("user", TEXT)];
+        let text = self.render(&messages, false, &Map::new(), 0);
+        text.is_ok_and(|text| text.contains(TEXT) && !text.contains("type'") && !text.contains("type\""))
+    }
+
+    /// A conversation as this template expects it.
+    pub(super) fn values(&self, chat: &Conversation<'_>) -> ChatValues {
+        ChatValues::of(chat, self.needs_parts)
     }
 
     /// The source text of all templates.
@@ -278,7 +324,7 @@ impl ChatTemplate {
     /// # Errors
     /// As for `render_until`.
     pub(super) fn render_chat(&self, chat: &Conversation<'_>, stopped: &dyn Fn() -> bool) -> Result<String> {
-        self.render_values(chat, ChatValues::of(chat), stopped)
+        self.render_values(chat, self.values(chat), stopped)
     }
 
     /// Renders a conversation with other values in place of its messages and arguments.
@@ -336,11 +382,10 @@ pub(super) struct ChatValues {
 }
 
 impl ChatValues {
-    pub(super) fn of(chat: &Conversation<'_>) -> Self {
-        ChatValues {
-            messages: Value::from(Serde(chat.messages)),
-            arguments: Value::from(Serde(chat.arguments)),
-        }
+    fn of(chat: &Conversation<'_>, in_parts: bool) -> Self {
+        let in_view = |message| MessageView { message, in_parts };
+        let messages: Vec<MessageView<'_>> = chat.messages.iter().map(in_view).collect();
+        ChatValues { messages: Value::from(Serde(messages)), arguments: Value::from(Serde(chat.arguments)) }
     }
 }
 

@@ -58,6 +58,19 @@ const QWEN: &str = "\
     {%- endif %}
 {%- endif %}";
 
+#[test]
+fn a_template_of_parts_gets_parts() {
+    let source = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}";
+    assert_eq!(render(source, &[ChatMessage::new("user", "hi")]).unwrap(), "[user]hi");
+    for source in [
+        "{{ messages[0].content | reverse }}",
+        "{{ messages[0].content[:1] }}",
+        "{{ messages[0].content | upper }}",
+    ] {
+        assert!(!template(source).needs_parts, "{source}");
+    }
+}
+
 fn template(source: &str) -> ChatTemplate {
     ChatTemplate::new(source, Some("<s>".into()), Some("</s>".into())).expect("a template")
 }

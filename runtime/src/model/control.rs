@@ -127,7 +127,7 @@ impl ControlText {
                 keep: keeps_words.then_some(&self.words),
                 kept: RefCell::default(),
             };
-            let values = shift.values(ChatValues::of(chat));
+            let values = shift.values(template.values(chat));
             let Ok(other) = template.render_values(chat, values, stopped) else { continue };
             if let Some(written) = self.letters.stand_ins(text, &other, CLIENT_BASE) {
                 return Some(ClientBytes { written, kept: shift.kept.into_inner() });
