@@ -21,6 +21,8 @@ pub(crate) struct TokenLogprobs {
     pub(crate) id: u32,
     /// Characters of the text before this token.
     pub(crate) text_offset: usize,
+    /// Whether it ends the answer without being part of its text.
+    pub(crate) is_hidden_end: bool,
     /// None for the first token of a prompt, which has no predecessor.
     pub(crate) logprobs: Option<Logprobs>,
 }
@@ -194,14 +196,16 @@ impl Choice {
         }
         self.generated += 1;
         let text_offset = self.characters;
+        let is_hidden_end = self.setup.end_ids.contains(&id) && !self.setup.rules.includes_stop;
         let logprobs = match (self.setup.logprobs, logprobs) {
             (None, _) => Vec::new(),
             (Some(tops), Some(logprobs)) => {
-                vec![TokenLogprobs { id, text_offset, logprobs: Some(logprobs) }.with_tops(tops)]
+                let logprobs = Some(logprobs);
+                vec![TokenLogprobs { id, text_offset, is_hidden_end, logprobs }.with_tops(tops)]
             }
             (Some(_), None) => return Err("the engine returned a token without its log-probability".into()),
         };
-        if self.setup.end_ids.contains(&id) && !self.setup.rules.includes_stop {
+        if is_hidden_end {
             return Ok(Delta { logprobs, ..Delta::default() });
         }
         let text = self.setup.decoder.push(id)?;

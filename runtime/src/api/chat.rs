@@ -25,6 +25,9 @@ use crate::model::{ChatMessage, ToolStyle};
 const MESSAGES_MAX: usize = 16 << 10;
 /// OpenAI's values of `reasoning_effort`.
 const EFFORTS: [&str; 6] = ["none", "minimal", "low", "medium", "high", "xhigh"];
+/// Fields of requests that `chat_template_kwargs` cannot hold.
+const OWN_FIELDS: [&str; 6] =
+    ["messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"];
 /// Stands behind a message that the answer continues, so that the end of the message is found in the rendered
 /// text. Unicode assigns no meaning to it.
 const END: char = '\u{FFFE}';
@@ -46,7 +49,7 @@ pub(crate) fn plan(
             "'continue_final_message' continues the last message, and so excludes 'add_generation_prompt'";
         return Err(ApiError::value("continue_final_message", message));
     }
-    let mut arguments = fields.object("chat_template_kwargs")?.unwrap_or_default();
+    let mut arguments = template_arguments(&mut fields)?;
     let given = Tools::parse(&mut fields)?;
     if let Some(tools) = &given {
         arguments.insert("tools".into(), tools.given.clone());
@@ -105,6 +108,19 @@ pub(crate) fn plan(
         keeps_kv,
         response: None,
     })
+}
+
+/// Reads `chat_template_kwargs`. What the request's own fields say cannot be overwritten there.
+fn template_arguments(fields: &mut Fields<'_>) -> Result<Map<String, Value>, ApiError> {
+    const FIELD: &str = "chat_template_kwargs";
+    let arguments = fields.object(FIELD)?.unwrap_or_default();
+    match OWN_FIELDS.into_iter().find(|name| arguments.contains_key(*name)) {
+        Some(name) => {
+            let hint = format!("send '{name}' as a field of the request");
+            Err(ApiError::unsupported(&format!("{FIELD}.{name}"), &hint))
+        }
+        None => Ok(arguments),
+    }
 }
 
 /// Passes a field to the template under its own name, if the template reads it. Otherwise the field stays

@@ -88,7 +88,7 @@ fn response_format(fields: &mut Fields<'_>) -> Result<Option<AnswerForm>, ApiErr
     const FIELD: &str = "response_format";
     let Some(mut inner) = fields.fields(FIELD)? else { return Ok(None) };
     let grammar = match inner.string("type")?.as_deref() {
-        Some("text") => return Ok(None),
+        Some("text") => return refuse_effects(FIELD, inner).map(|()| None),
         Some("json_object") => match inner.take("schema") {
             Some(schema) => Grammar::JsonSchema(schema.get().into()),
             None => any_object(),
@@ -235,6 +235,7 @@ mod tests {
             (json!({"guided_choice": [1]}), "guided_choice"),
             (json!({"structured_outputs": {"choice": []}}), "structured_outputs.choice"),
             (json!({"response_format": {"type": "json_object", "pattern": "a+"}}), "response_format.pattern"),
+            (json!({"response_format": {"type": "text", "schema": {"enum": [1]}}}), "response_format.schema"),
             (json!({"guided_regex": 1}), "guided_regex"),
             (
                 json!({"structured_outputs": {"whitespace_pattern": "x"}}),

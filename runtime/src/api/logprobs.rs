@@ -88,10 +88,12 @@ impl ChatLogprobs {
         let token = |entry: &TokenLogprobs| {
             let logprobs = entry.logprobs.as_ref()?;
             let top = logprobs.top.iter().map(|&(id, value)| Alternative::new(id, value, model));
-            Some(ChatToken {
-                chosen: Alternative::new(entry.id, logprobs.chosen, model),
-                top_logprobs: top.collect(),
-            })
+            let mut chosen = Alternative::new(entry.id, logprobs.chosen, model);
+            if entry.is_hidden_end {
+                // the bytes of all tokens are the text
+                chosen.bytes.clear();
+            }
+            Some(ChatToken { chosen, top_logprobs: top.collect() })
         };
         ChatLogprobs { content: entries.iter().filter_map(token).collect(), refusal: None }
     }

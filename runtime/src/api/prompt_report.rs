@@ -119,7 +119,8 @@ impl PromptReader {
     }
 
     fn add(&mut self, id: u32, logprobs: Option<Logprobs>) -> Result<(), String> {
-        self.entries.push(TokenLogprobs { id, text_offset: self.characters, logprobs });
+        let text_offset = self.characters;
+        self.entries.push(TokenLogprobs { id, text_offset, is_hidden_end: false, logprobs });
         self.characters += self.decoder.push(id)?.chars().count();
         Ok(())
     }

@@ -1,8 +1,9 @@
 //! Fields that would change the output and are not supported: they are refused, never ignored.
 //!
-//! A field that is neither in this list nor read by a parser (`user`, `metadata`, `store`, tracing hints of
+//! A field that is neither in these lists nor read by a parser (`user`, `metadata`, `store`, tracing hints of
 //! clients) is accepted: benchmark clients and gateways send many such fields, and none of them changes what
-//! is generated.
+//! is generated. The lists hold the fields of OpenAI, vLLM, SGLang, llama.cpp, Ollama, transformers and
+//! text-generation-inference that do.
 
 use serde_json::Value;
 
@@ -88,7 +89,49 @@ const REFUSED: &[(&str, Neutral, &str)] = &[
     ("thinking", Neutral::None, TEMPLATE),
     ("reasoning", Neutral::None, TEMPLATE),
     ("reasoning_effort", Neutral::None, UNREAD),
-    ("verbosity", Neutral::None, TEMPLATE),
+    ("verbosity", Neutral::Word("medium"), TEMPLATE),
+];
+
+/// Fields with which other interfaces name something that has another name here, or no equivalent; the value
+/// without effect, and a hint.
+const ELSEWHERE: &[(&[&str], Neutral, &str)] = &[
+    (&["n_predict", "num_predict"], Neutral::Number(-1.0), "use 'max_tokens'"),
+    (&["max_new_tokens", "max_output_tokens", "max_gen_len"], Neutral::None, "use 'max_tokens'"),
+    (&["min_new_tokens", "min_length"], Neutral::Empty, "use 'min_tokens'"),
+    (&["do_sample"], Neutral::True, "use 'temperature': 0 for greedy answers"),
+    (&["repeat_penalty", "rep_pen"], Neutral::Number(1.0), "use 'repetition_penalty'"),
+    (&["random_seed", "sampler_seed"], Neutral::None, "use 'seed'"),
+    (&["stop_sequences", "stop_strings"], Neutral::Empty, "use 'stop'"),
+    (&["eos_token_id", "end_id"], Neutral::None, "use 'stop_token_ids'"),
+    (&["ban_eos_token"], Neutral::Empty, "use 'ignore_eos'"),
+    (&["bad_words_ids", "custom_token_bans", "suppress_tokens"], Neutral::Empty, "use 'logit_bias'"),
+    (&["sequence_bias"], Neutral::Empty, "use 'logit_bias'"),
+    (&["n_cmpl", "num_return_sequences"], Neutral::Number(1.0), "use 'n'"),
+    (&["n_probs", "top_logprobs", "top_n_tokens"], Neutral::Empty, "use 'logprobs'"),
+    (&["return_full_text"], Neutral::Empty, "use 'echo'"),
+    (&["truncate"], Neutral::Empty, "use 'truncate_prompt_tokens'"),
+    (&["messages", "tools"], Neutral::Empty, "it is for /v1/chat/completions"),
+    (&["prompt", "input", "inputs", "input_ids"], Neutral::Empty, "use 'messages'"),
+    (&["system", "instructions"], Neutral::Empty, "send a message of the role \"system\""),
+    (
+        &["extra_body", "options", "parameters", "sampling_params"],
+        Neutral::Empty,
+        "send its fields in the body",
+    ),
+    (&["format", "guided_decoding", "grammar_string", "text"], Neutral::Empty, NO_GRAMMAR),
+    (&["num_beams", "beam_width", "guidance_scale"], Neutral::Number(1.0), NO_SEARCH),
+    (&["encoder_repetition_penalty"], Neutral::Number(1.0), NO_SEARCH),
+    (&["top_n_sigma", "nsigma"], Neutral::Number(-1.0), NO_SEARCH),
+    (&["samplers", "penalty_alpha", "epsilon_cutoff", "eta_cutoff"], Neutral::Empty, NO_SEARCH),
+    (&["smoothing_factor", "dynamic_temperature", "negative_prompt"], Neutral::Empty, NO_SEARCH),
+    (&["encoder_no_repeat_ngram_size", "custom_logit_processor"], Neutral::Empty, NO_SEARCH),
+    (&["custom_params"], Neutral::Empty, NO_SEARCH),
+    (&["images", "image_data"], Neutral::Empty, NO_MEDIA),
+    (&["think", "thinking_budget", "reasoning_budget", "safe_prompt"], Neutral::None, TEMPLATE),
+    (&["separate_reasoning", "parse_tool_calls"], Neutral::True, NOT_YET),
+    (&["stop_regex", "no_stop_trim", "lora_request", "adapter_id"], Neutral::Empty, NOT_YET),
+    (&["raw", "template", "tool_prompt", "t_max_predict_ms"], Neutral::Empty, NOT_YET),
+    (&["transforms", "plugins", "enable_search"], Neutral::Empty, NOT_YET),
 ];
 
 /// Checks the fields that the parsers did not read: 400 for a field with an unsupported effect.
@@ -97,7 +140,11 @@ pub(crate) fn check(fields: &Fields<'_>) -> Result<(), ApiError> {
     let look = |name: &str, fine: &dyn Fn(&Value) -> bool| {
         fields.get(name).is_none_or(|raw| value(name, raw).is_ok_and(|value| fine(&value)))
     };
-    for (name, neutral, hint) in REFUSED {
+    let elsewhere = ELSEWHERE
+        .iter()
+        .flat_map(|(names, neutral, hint)| names.iter().map(move |name| (name, neutral, hint)));
+    let all = REFUSED.iter().map(|(name, neutral, hint)| (name, neutral, hint)).chain(elsewhere);
+    for (name, neutral, hint) in all {
         if !look(name, &|value| is_neutral(value, neutral)) {
             return Err(ApiError::unsupported(name, hint));
         }
@@ -134,5 +181,25 @@ pub(super) fn asks_for_nothing(value: &Value) -> bool {
         Value::String(text) => text.is_empty(),
         Value::Array(items) => items.is_empty(),
         Value::Object(map) => map.is_empty(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_of_other_interfaces_are_refused_by_name() {
+        let of = |body: &str| check(&Fields::parse(body.as_bytes()).unwrap());
+        for (names, ..) in ELSEWHERE {
+            for name in *names {
+                assert!(!REFUSED.iter().any(|(other, ..)| other == name), "{name} is in both lists");
+                let error = of(&format!("{{\"{name}\": 7}}")).unwrap_err().to_json();
+                assert!(error.contains(&format!("'{name}' is not supported")), "{error}");
+            }
+        }
+        let neutral = r#"{"n_predict": -1, "do_sample": true, "guidance_scale": 1, "options": {}, "num_beams": 1,
+            "stop_sequences": [], "top_logprobs": 0, "user": "u", "keep_alive": "5m"}"#;
+        assert!(of(neutral).is_ok());
     }
 }

@@ -36,13 +36,14 @@ const REFUSED: &[(&str, &str)] = &[
 ];
 
 /// Chat fields, each with the client's field that it was converted from.
-const RENAMED: [(&str, &str); 6] = [
+const RENAMED: [(&str, &str); 7] = [
     ("messages", "input"),
     ("max_completion_tokens", "max_output_tokens"),
     ("max_tokens", "max_output_tokens"),
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
+    ("verbosity", "text.verbosity"),
 ];
 
 /// Request fields that the response repeats.

@@ -8,8 +8,8 @@ use super::python_calls;
 /// Maximum number of references that lead to a schema.
 const REFERENCES_MAX: usize = 16;
 
-/// Converts `text` to the JSON that the schema of the argument `key` expects: a string where the schema allows
-/// strings, or where no other type fits. Other JSON keeps its text, so numbers keep their digits.
+/// Converts `text` to the JSON that the schema of the argument `key` expects: a string where the schema
+/// allows strings, or where no other type fits. Other JSON keeps its text, so numbers keep their digits.
 pub(super) fn typed(schema: &Value, key: &str, text: &str) -> String {
     let of = resolved(schema, argument_schema(schema, key));
     let trimmed = text.trim();

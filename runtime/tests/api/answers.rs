@@ -217,6 +217,21 @@ fn chat_logprobs_have_bytes() {
 }
 
 #[test]
+fn a_hidden_end_token_has_no_bytes() {
+    let body = json!({
+        "model": MODEL, "messages": [{"role": "user", "content": "x"}], "logprobs": true
+    });
+    let response =
+        run(
+            Setup::play(Play::say("y")),
+            |server| async move { server.post("/v1/chat/completions", &body).await },
+        );
+    let content = &response.json()["choices"][0]["logprobs"]["content"];
+    assert_eq!((&content[0]["bytes"], &content[1]["bytes"]), (&json!([121]), &json!([])));
+    assert_eq!(content[1]["token"], "<256>");
+}
+
+#[test]
 fn models_are_listed_and_found_by_name() {
     run(Setup::play(Play::say("")), |server| async move {
         let list = server.get("/v1/models").await.json();

@@ -113,6 +113,9 @@ fn fields_that_would_change_the_output_are_refused() {
         ("web_search_options", json!({})),
         ("reasoning_effort", json!("low")),
         ("chat_template", json!("{{ x }}")),
+        ("do_sample", json!(false)),
+        ("max_output_tokens", json!(3)),
+        ("prompt", json!("x")),
     ] {
         let expected =
             (400, "invalid_request_error".into(), Some(field.into()), "unsupported_parameter".into());
@@ -157,6 +160,8 @@ fn chats_that_are_no_chats_are_refused() {
     }
     let error = chat("chat_template_kwargs", json!({"refuse": true}));
     assert_eq!((error.0, error.2.as_deref()), (400, Some("messages")));
+    let error = chat("chat_template_kwargs", json!({"tools": []}));
+    assert_eq!((error.0, error.2.as_deref()), (400, Some("chat_template_kwargs.tools")));
     assert_eq!(chat("top_logprobs", json!(2)).2.as_deref(), Some("top_logprobs"));
     assert_eq!(chat("logprobs", json!(2)).3, "invalid_type");
 }
