@@ -273,11 +273,59 @@ fn what_jinja2_renders_is_rendered_alike() {
         ("{{ 'a' | safe + '<' }}{{ '<' | e }}", "a&lt;&lt;"),
         ("{{ (messages | map(attribute='role') | list)[0] if messages else '' }}", "user"),
         ("{% raw %}{{ a % b }}{% endraw %}{{ '{{ %}' }}", "{{ a % b }}{{ %}"),
+        ("a{% raw %}\n b\n{% endraw %}\nc{% raw -%}\n d{% endraw %}", "a\n b\ncd"),
+        (
+            "{% for g in [{'k': 'x'}, {'k': 'x'}] | groupby('k') %}{{ g.grouper }}{{ g.list | length }}{% endfor %}",
+            "x2",
+        ),
+        (
+            "{% for k, l in [{'k': 'y'}, {'k': 'x'}] | groupby('k') %}{{ k }}{{ l }}{% endfor %}",
+            "x[{'k': 'x'}]y[{'k': 'y'}]",
+        ),
+        (
+            "{{ {'a': 1, 'b': 'x /'} | urlencode }}|{{ [('a', 1)] | urlencode }}|{{ 'a /' | urlencode }}",
+            "a=1&b=x+%2F|a=1|a%20/",
+        ),
+        ("{{ {'b': [{'z': 1, 'y': 2}], 'a': 'x'} | pprint }}", "{'a': 'x', 'b': [{'y': 2, 'z': 1}]}"),
+        ("{% autoescape true %}{{ '<' }}{{ '<' | safe }}{% endautoescape %}{{ '<' }}", "&lt;<<"),
+        ("{{ 'Straße ſΣς'.casefold() }}{{ '{a}'.format_map({'a': 1}) }}", "strasse sσσ1"),
+        (
+            "{% macro f(x, y=x, z='q') %}{{ x }}{{ y }}{{ z }}{% endmacro %}{{ f(1) }}{{ f(1, 2) }}{{ f(1, y=3) }}",
+            "11q12q13q",
+        ),
+        ("{% set a = 0 %}{% with a = 1, b = a %}{{ a }}{{ b }}{% endwith %}", "10"),
+        (
+            "{{ 1 < 2 < 3 }}{{ 3 > 2 > 2 }}{{ 1 < 2 == 2 }}{{ (1, 2) < (1, 3) }}{{ true >= 1 }}{{ 'a' < 'é' }}",
+            "TrueFalseTrueTrueTrueTrue",
+        ),
+        ("{{ [true, 0] | sort }}{{ ['b', 'A'] | max }}{{ [2, 1, 1.0] | min }}{{ [] | max }}", "[0, True]b1"),
+        ("{{ [{'a': 'x', 'b': 1}, {'a': 'y', 'b': none}] | sort(attribute='a,b') | length }}", "2"),
+        ("{{ [1, 3] | select('gt', 2) | list }}{{ 2 is le 2 }}", "[3]True"),
     ];
     for (source, right) in cases {
         let rendered = render(source, &[ChatMessage::new("user", "hi")]);
         assert_eq!(rendered.map_err(|error| error.to_string()), Ok(right.to_owned()), "{source}");
     }
+}
+
+#[test]
+fn what_jinja2_cannot_compare_or_iterate_is_an_error() {
+    for source in [
+        "{{ nothing < 1 }}",
+        "{{ none > 1 }}",
+        "{{ 'a' >= 1 }}",
+        "{{ [1] < [none] }}",
+        "{{ [1, 'a'] | sort }}",
+        "{{ [none, 1] | max }}",
+        "{{ [{'a': 1}, {}] | sort(attribute='a') }}",
+        "{{ {'a': none, 'b': 1} | dictsort(by='value') }}",
+        "{{ [{'a': 1}, {'a': none}] | selectattr('a', 'gt', 0) | list }}",
+        "{% for x in none %}{% endfor %}",
+        "{{ ('x' * 90 ~ ' y') | pprint }}",
+    ] {
+        assert!(render(source, &[ChatMessage::new("user", "hi")]).is_err(), "{source}");
+    }
+    assert_eq!(render("{% for x in nothing %}{% endfor %}ok", &[]).unwrap(), "ok");
 }
 
 #[test]

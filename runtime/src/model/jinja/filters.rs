@@ -4,9 +4,10 @@ use super::arguments::{Given, bind, integer, split, text_or, truth};
 use super::methods::{capitalized, lines, replaced, stripped};
 use super::text::{text, with_text};
 use super::{items, json, long_text, operators, pairs, work, wrong};
-use minijinja::value::{Tuple, ValueKind};
+use minijinja::value::{Enumerator, Object, ObjectRepr, Tuple, ValueKind};
 use minijinja::{Environment, Error, State, Value};
 use std::cmp::Ordering;
+use std::sync::Arc;
 
 type Result<T> = std::result::Result<T, Error>;
 
@@ -27,6 +28,8 @@ pub(super) fn add(environment: &mut Environment<'_>) {
     environment.add_filter("dictsort", dictsort);
     environment.add_filter("sort", sort);
     environment.add_filter("unique", unique);
+    environment.add_filter("max", |value: &Value, given: Given| extreme(value, given, Ordering::Greater));
+    environment.add_filter("min", |value: &Value, given: Given| extreme(value, given, Ordering::Less));
     environment.add_filter("reverse", reverse);
     environment.add_filter("join", join);
     environment.add_filter("sum", sum);
@@ -52,9 +55,7 @@ pub(super) fn add(environment: &mut Environment<'_>) {
         operators::escaped(&text(value)?).map(Value::from_safe_string)
     });
     environment.add_filter("urlencode", url_encode);
-    environment.add_filter("pprint", |value: &Value| {
-        text(&Value::from(vec![value.clone()])).map(|text| text[1..text.len() - 1].to_owned())
-    });
+    environment.add_filter("pprint", pretty);
     environment.add_filter("wordcount", |value: &Value| text(value).map(|text| word_count(&text)));
     environment.add_function("dict", dict);
     environment
@@ -102,8 +103,20 @@ fn sort_key(value: &Value, case_sensitive: bool) -> Value {
 }
 
 fn compare(a: &Value, b: &Value, reverse: bool) -> Ordering {
-    let order = a.partial_cmp(b).unwrap_or(Ordering::Equal);
+    let order = operators::order(a, b).ok().flatten().unwrap_or(Ordering::Equal);
     if reverse { order.reverse() } else { order }
+}
+
+/// Refuses values that Python cannot sort.
+fn check_order(keys: impl Iterator<Item = Value>) -> Result<()> {
+    let mut before: Option<Value> = None;
+    for key in keys {
+        if let Some(before) = &before {
+            operators::order(before, &key)?;
+        }
+        before = Some(key);
+    }
+    Ok(())
 }
 
 fn dictsort(value: &Value, given: Given) -> Result<Value> {
@@ -114,6 +127,7 @@ fn dictsort(value: &Value, given: Given) -> Result<Value> {
     let mut pairs = pairs(value).ok_or_else(|| wrong("dictsort: expected a map"))?;
     work(pairs.len().saturating_mul(8))?;
     let key = |pair: &(Value, Value)| sort_key(if by_value { &pair.1 } else { &pair.0 }, case);
+    check_order(pairs.iter().map(key))?;
     pairs.sort_by(|a, b| compare(&key(a), &key(b), reverse));
     Ok(pairs.into_iter().map(|(key, item)| Value::from(Tuple::from([key, item]))).collect())
 }
@@ -148,11 +162,31 @@ fn sort(value: &Value, given: Given) -> Result<Value> {
         keyed.push((keys, item));
     }
     work(keyed.len().saturating_mul(8))?;
+    check_order(keyed.iter().map(|(keys, _)| Value::from(keys.clone())))?;
     keyed.sort_by(|a, b| {
         let orders = a.0.iter().zip(&b.0).map(|(a, b)| compare(a, b, reverse));
         orders.fold(Ordering::Equal, Ordering::then)
     });
     Ok(keyed.into_iter().map(|(_, item)| item).collect())
+}
+
+/// The first item whose key is `wanted` than those of all others.
+fn extreme(value: &Value, given: Given, wanted: Ordering) -> Result<Value> {
+    let given = given.into_values();
+    let [case, attribute] = bind("min or max", &given, ["case_sensitive", "attribute"])?;
+    let mut best: Option<(Value, Value)> = None;
+    for item in items(value)? {
+        let of = attribute.as_ref().map_or_else(|| Ok(item.clone()), |path| at_path(&item, path))?;
+        let key = sort_key(&of, truth(&case, false));
+        let is_better = match &best {
+            Some((other, _)) => operators::order(&key, other)? == Some(wanted),
+            None => true,
+        };
+        if is_better {
+            best = Some((key, item));
+        }
+    }
+    Ok(best.map(|(_, item)| item).unwrap_or_default())
 }
 
 fn unique(value: &Value, given: Given) -> Result<Value> {
@@ -180,6 +214,7 @@ fn group_by(value: &Value, given: Given) -> Result<Value> {
         keyed.push((found.or_else(|| default.clone()).unwrap_or_default(), item));
     }
     work(keyed.len().saturating_mul(8))?;
+    check_order(keyed.iter().map(|(key, _)| sort_key(key, case)))?;
     keyed.sort_by(|a, b| compare(&sort_key(&a.0, case), &sort_key(&b.0, case), false));
     let mut groups: Vec<(Value, Vec<Value>)> = Vec::new();
     for (key, item) in keyed {
@@ -188,7 +223,33 @@ fn group_by(value: &Value, given: Given) -> Result<Value> {
             None => groups.push((key, vec![item])),
         }
     }
-    Ok(groups.into_iter().map(|(key, group)| Value::from(Tuple::from([key, Value::from(group)]))).collect())
+    let group = |(key, list)| Value::from_object(Group { key, list: Value::from(list) });
+    Ok(groups.into_iter().map(group).collect())
+}
+
+/// A pair of a key and the list of its items, which also have names.
+#[derive(Debug)]
+struct Group {
+    key: Value,
+    list: Value,
+}
+
+impl Object for Group {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Seq
+    }
+
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        match (key.as_str(), key.as_usize()) {
+            (Some("grouper"), _) | (_, Some(0)) => Some(self.key.clone()),
+            (Some("list"), _) | (_, Some(1)) => Some(self.list.clone()),
+            _ => None,
+        }
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        Enumerator::Seq(2)
+    }
 }
 
 fn escape(value: &Value) -> Result<Value> {
@@ -198,19 +259,61 @@ fn escape(value: &Value) -> Result<Value> {
     Ok(Value::from_safe_string(operators::escaped(&text(value)?)?))
 }
 
+/// Quotes a text for a URL; of a map or of pairs, its query.
 fn url_encode(value: &Value) -> Result<String> {
-    let of = text(value)?;
+    let pairs = match (pairs(value), value.kind()) {
+        (Some(pairs), _) => pairs,
+        (None, ValueKind::Seq | ValueKind::Iterable) => pairs_in("urlencode", value)?,
+        (None, _) => return quoted(&text(value)?, false),
+    };
+    let mut query = Vec::with_capacity(pairs.len());
+    for (key, item) in pairs {
+        query.push(format!("{}={}", quoted(&text(&key)?, true)?, quoted(&text(&item)?, true)?));
+    }
+    Ok(query.join("&"))
+}
+
+fn quoted(of: &str, in_query: bool) -> Result<String> {
     long_text("urlencode", of.len().saturating_mul(3))?;
     let mut all = String::with_capacity(of.len());
     for byte in of.bytes() {
         match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'_' | b'.' | b'-' | b'~' | b'/' => {
-                all.push(char::from(byte))
-            }
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'_' | b'.' | b'-' | b'~' => all.push(char::from(byte)),
+            b'/' if !in_query => all.push('/'),
+            b' ' if in_query => all.push('+'),
             _ => all.push_str(&format!("%{byte:02X}")),
         }
     }
     Ok(all)
+}
+
+/// `pprint` of values that fit in a line, with the keys of maps in order.
+fn pretty(value: &Value) -> Result<String> {
+    const LINE_MAX: usize = 80;
+    let line = text(&Value::from(vec![in_order(value, 0)?]))?;
+    match line.chars().count() > LINE_MAX + 2 && value.as_str().is_none_or(|text| text.contains([' ', '\n']))
+    {
+        true => Err(wrong(format!("pprint: values of more than {LINE_MAX} characters are not supported"))),
+        false => Ok(line[1..line.len() - 1].to_owned()),
+    }
+}
+
+/// A value whose maps have their keys in order.
+fn in_order(value: &Value, depth: usize) -> Result<Value> {
+    if depth > super::NESTING_MAX {
+        return Err(wrong("pprint: the value is too deep"));
+    }
+    if let Some(mut pairs) = pairs(value) {
+        check_order(pairs.iter().map(|(key, _)| key.clone()))?;
+        pairs.sort_by(|a, b| compare(&a.0, &b.0, false));
+        let inner = pairs.into_iter().map(|(key, item)| Ok((key, in_order(&item, depth + 1)?)));
+        return Ok(Value::from_pairs(inner.collect::<Result<Vec<_>>>()?));
+    }
+    if !matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable) {
+        return Ok(value.clone());
+    }
+    let inner = items(value)?.iter().map(|item| in_order(item, depth + 1)).collect::<Result<Vec<_>>>()?;
+    Ok(if value.is_tuple() { Value::from(Tuple::new(inner)) } else { Value::from(inner) })
 }
 
 fn reverse(value: &Value) -> Result<Value> {
@@ -415,6 +518,18 @@ fn word_count(text: &str) -> usize {
         .count()
 }
 
+/// The pairs of a list.
+fn pairs_in(what: &str, list: &Value) -> Result<Vec<(Value, Value)>> {
+    let mut all = Vec::new();
+    for pair in items(list)? {
+        match &items(&pair)?[..] {
+            [key, item] => all.push((key.clone(), item.clone())),
+            _ => return Err(wrong(format!("{what}: expected pairs of a key and a value"))),
+        }
+    }
+    Ok(all)
+}
+
 /// `dict` of a map or of pairs, and of named values.
 fn dict(given: Given) -> Result<Value> {
     let given = given.into_values();
@@ -422,16 +537,7 @@ fn dict(given: Given) -> Result<Value> {
     let mut all = match others {
         [] => Vec::new(),
         [map] if pairs(map).is_some() => pairs(map).unwrap_or_default(),
-        [list] => {
-            let mut all = Vec::new();
-            for pair in items(list)? {
-                match &items(&pair)?[..] {
-                    [key, item] => all.push((key.clone(), item.clone())),
-                    _ => return Err(wrong("dict: expected pairs of a key and a value")),
-                }
-            }
-            all
-        }
+        [list] => pairs_in("dict", list)?,
         _ => return Err(wrong("dict: expected at most one argument")),
     };
     for name in named.iter().flat_map(|named| named.args().map(str::to_owned).collect::<Vec<_>>()) {

@@ -4,7 +4,7 @@ use super::arguments::{bind, integer, text_or, truth};
 use super::text::{is_printable, is_space, text};
 use super::{items, long_text, pairs, work, wrong};
 use minijinja::formatting::{FormatStyle, format};
-use minijinja::value::{Tuple, ValueKind};
+use minijinja::value::{Kwargs, Tuple, ValueKind};
 use minijinja::{Error, ErrorKind, State, Value};
 
 type Result<T> = std::result::Result<T, Error>;
@@ -88,7 +88,8 @@ fn text_method(of: &str, method: &str, given: &[Value]) -> Result<Value> {
 fn whole(of: &str, method: &str, given: &[Value]) -> Result<Option<Value>> {
     let changed = match method {
         "upper" => of.to_uppercase(),
-        "lower" | "casefold" => of.to_lowercase(),
+        "lower" => of.to_lowercase(),
+        "casefold" => case_folded(of),
         "capitalize" => capitalized(of),
         "title" => titled(of),
         "swapcase" => of
@@ -135,6 +136,15 @@ pub(super) fn capitalized(of: &str) -> String {
     letters.next().map_or_else(String::new, |first| {
         first.to_uppercase().chain(letters.as_str().to_lowercase().chars()).collect()
     })
+}
+
+/// `str.casefold`: lower case, with letters such as "ß" as the letters of their upper case.
+fn case_folded(of: &str) -> String {
+    let fold = |letter: char| match letter {
+        'ı' => vec!['ı'],
+        _ => letter.to_uppercase().flat_map(char::to_lowercase).collect(),
+    };
+    of.chars().flat_map(fold).collect()
 }
 
 fn titled(of: &str) -> String {
@@ -184,15 +194,19 @@ fn joined(between: &str, list: &[Value]) -> Result<Value> {
 /// `str.format`, with containers as Python writes them.
 fn form(of: &str, method: &str, given: &[Value]) -> Result<Value> {
     super::super::template_limits::check_widths(of)?;
+    if method == "format_map" {
+        let [map] = bind(method, given, ["mapping"])?;
+        let pairs = map.as_ref().and_then(pairs).ok_or_else(|| wrong("format_map: expected a map"))?;
+        let named =
+            pairs.into_iter().map(|(key, item)| Ok((text(&key)?, item))).collect::<Result<Kwargs>>()?;
+        return form(of, "format", &[named.into()]);
+    }
     let is_plain =
         |value: &Value| value.is_kwargs() || value.kind() == ValueKind::Map || of.contains(['[', '.']);
     let mut values = Vec::with_capacity(given.len());
     for value in given {
         let is_list = matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable);
         values.push(if is_list && !is_plain(value) { Value::from(text(value)?) } else { value.clone() });
-    }
-    if method == "format_map" {
-        return Err(unknown());
     }
     let formatted = format(FormatStyle::StrFormat, of, &values)?;
     long_text("format", formatted.len())?;

@@ -15,7 +15,7 @@ mod text;
 mod translate;
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::{Environment, Error, ErrorKind, State, Value};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value};
 use std::cell::Cell;
 
 pub(in crate::model) use translate::translate;
@@ -43,7 +43,11 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_unknown_method_callback(methods::call);
-    environment.set_formatter(|out, _: &mut State, value| {
+    environment.set_formatter(|out, state: &mut State, value| {
+        if *state.auto_escape() != AutoEscape::None && !value.is_safe() {
+            let escaped = text::with_text(value, operators::escaped)?;
+            return out.write_str(&escaped).map_err(|_| Error::from(ErrorKind::WriteFailure));
+        }
         text::with_text(value, |text| out.write_str(text).map_err(|_| Error::from(ErrorKind::WriteFailure)))
     });
     operators::add(&mut environment);

@@ -6,6 +6,7 @@ use super::{items, long_list, long_text, pairs, wrong};
 use minijinja::formatting::{FormatStyle, format};
 use minijinja::value::{Object, Tuple, ValueKind};
 use minijinja::{Environment, Error, State, Value};
+use std::cmp::Ordering;
 use std::sync::Arc;
 
 pub(super) fn add(environment: &mut Environment<'_>) {
@@ -13,6 +14,11 @@ pub(super) fn add(environment: &mut Environment<'_>) {
     environment.add_function("__mul__", |a: &Value, b: &Value| product(a, b));
     environment.add_function("__mod__", |a: &Value, b: &Value| remainder(a, b));
     environment.add_function("__pos__", positive);
+    environment.add_function("__iterable__", |value: &Value| match value.is_none() {
+        true => Err(wrong("None cannot be iterated over")),
+        false => Ok(value.clone()),
+    });
+    environment.add_function("__compare__", |parts: Given| compared(&parts.into_values()));
     environment.add_function("__join__", |parts: Given| joined(&parts.into_values()));
     environment.add_function("__slice__", slice);
     environment.add_function("__attr__", attribute);
@@ -42,6 +48,51 @@ impl JinjaNumber {
             JinjaNumber::Float(float) => *float,
         }
     }
+}
+
+/// The order of two values. As in Python, values of different kinds have none.
+pub(super) fn order(a: &Value, b: &Value) -> Result<Option<Ordering>, Error> {
+    if JinjaNumber::of(a).is_some() && JinjaNumber::of(b).is_some() {
+        let number = |value: &Value| {
+            if value.kind() == ValueKind::Bool { i64::from(value.is_true()).into() } else { value.clone() }
+        };
+        return Ok(number(a).partial_cmp(&number(b)));
+    }
+    if let (Some(a), Some(b)) = (a.as_str(), b.as_str()) {
+        return Ok(Some(a.cmp(b)));
+    }
+    if !(is_list(a) && is_list(b) && a.is_tuple() == b.is_tuple()) {
+        return Err(unsupported("<", a, b));
+    }
+    let (a, b) = (items(a)?, items(b)?);
+    match a.iter().zip(&b).find(|(a, b)| a != b) {
+        Some((a, b)) => order(a, b),
+        None => Ok(Some(a.len().cmp(&b.len()))),
+    }
+}
+
+/// A chain of comparisons: values, with the signs between them as texts.
+fn compared(parts: &[Value]) -> Result<bool, Error> {
+    for triple in parts.windows(3).step_by(2) {
+        let [a, sign, b] = triple else { continue };
+        let sign = sign.as_str().unwrap_or_default();
+        if !holds(sign, a, b)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Whether a comparison holds.
+pub(super) fn holds(sign: &str, a: &Value, b: &Value) -> Result<bool, Error> {
+    Ok(match sign {
+        "==" => a == b,
+        "!=" => a != b,
+        "<" => order(a, b)?.is_some_and(Ordering::is_lt),
+        "<=" => order(a, b)?.is_some_and(Ordering::is_le),
+        ">" => order(a, b)?.is_some_and(Ordering::is_gt),
+        _ => order(a, b)?.is_some_and(Ordering::is_ge),
+    })
 }
 
 /// An integer as a value.

@@ -6,6 +6,14 @@ use super::{operators, pairs};
 use minijinja::value::ValueKind;
 use minijinja::{Environment, Error, Value};
 
+/// The signs of comparisons, and the names of their tests.
+const ORDERS: [(&str, &[&str]); 4] = [
+    ("<", &["<", "lt", "lessthan"]),
+    (">", &[">", "gt", "greaterthan"]),
+    ("<=", &["<=", "le"]),
+    (">=", &[">=", "ge"]),
+];
+
 pub(super) fn add(environment: &mut Environment<'_>) {
     environment.add_test("sequence", is_sequence);
     environment
@@ -19,6 +27,11 @@ pub(super) fn add(environment: &mut Environment<'_>) {
     environment.add_test("lower", |value: &Value| is_case(value, char::is_uppercase));
     environment.add_test("upper", |value: &Value| is_case(value, char::is_lowercase));
     environment.add_test("sameas", is_same);
+    for (sign, names) in ORDERS {
+        for name in names {
+            environment.add_test(*name, move |a: &Value, b: &Value| operators::holds(sign, a, b));
+        }
+    }
 }
 
 fn is_sequence(value: &Value) -> bool {

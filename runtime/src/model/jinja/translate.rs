@@ -6,6 +6,7 @@
 //! unchanged: minijinja then reports the fault.
 
 use super::lexer::{Lexeme, LexemeKind, tag};
+use std::fmt::Write;
 
 /// Nesting of expressions beyond which a tag stays unchanged.
 const DEPTH_MAX: usize = 60;
@@ -48,7 +49,9 @@ fn copy_tag(text: &str, written: &mut String) -> usize {
     let is_block = text.starts_with("{%");
     if is_block && found.lexemes.first().is_some_and(|first| first.is_name("raw")) {
         let length = end_of_raw(text, found.length);
-        written.push_str(&text[..length]);
+        let (tag, rest) = text[..length].split_at(found.length);
+        // minijinja removes the line end behind the tag, and jinja2 does not
+        written.extend([tag, if found.close_sign == 0 && rest.starts_with('\n') { "\n" } else { "" }, rest]);
         return length;
     }
     let mut tokens = LexemeCursor { lexemes: &found.lexemes, at: 0, depth: 0 };
@@ -165,7 +168,9 @@ impl<'a> LexemeCursor<'a> {
             "macro" => format!("macro {}{}", self.name()?, self.parameters()?),
             "call" => {
                 let parameters = if self.is("(") { self.parameters()? } else { String::new() };
-                format!("call{parameters} {}", self.expression()?)
+                let (parameters, set) =
+                    parameters.split_at(parameters.find(" %}").unwrap_or(parameters.len()));
+                format!("call{parameters} {}{set}", self.expression()?)
             }
             "filter" => {
                 let first = self.filter_call()?;
@@ -194,7 +199,8 @@ impl<'a> LexemeCursor<'a> {
         }
         let mut written = match is_tuple {
             true => format!("for {targets} in ({},)", items.join(", ")),
-            false => format!("for {targets} in {}", items.join("")),
+            // minijinja takes none as an empty list
+            false => format!("for {targets} in __iterable__({})", items.join("")),
         };
         if self.skip_name("if") {
             written.push_str(&format!(" if {}", self.expression()?));
@@ -220,22 +226,26 @@ impl<'a> LexemeCursor<'a> {
     }
 
     fn with(&mut self) -> Translation {
-        let mut assignments = Vec::new();
+        // no value sees the targets before it
+        let (mut values, mut targets) = (Vec::new(), Vec::new());
         while self.peek().is_some() {
             let target = self.copied(&|lexeme| lexeme.is_sign("="));
             self.expect("=")?;
-            assignments.push(format!("{target} = {}", self.expression()?));
+            targets.push(format!("{target} = __with{}__", values.len()));
+            values.push(format!("__with{}__ = {}", values.len(), self.expression()?));
             if !self.skip(",") {
                 break;
             }
         }
-        Ok(format!("with {}", assignments.join(", ")))
+        values.append(&mut targets);
+        Ok(format!("with {}", values.join(", ")))
     }
 
-    /// The parameters of a macro, with their defaults.
+    /// The parameters of a macro or call block. Defaults that name earlier ones, which minijinja does not know
+    /// there, are set in the body.
     fn parameters(&mut self) -> Translation {
         self.expect("(")?;
-        let mut parameters = Vec::new();
+        let (mut parameters, mut names, mut set) = (Vec::new(), Vec::new(), String::new());
         while !self.skip(")") {
             if !parameters.is_empty() {
                 self.expect(",")?;
@@ -244,12 +254,25 @@ impl<'a> LexemeCursor<'a> {
                 }
             }
             let name = self.name()?;
-            parameters.push(match self.skip("=") {
-                true => format!("{name}={}", self.expression()?),
-                false => name.to_owned(),
+            let first = self.at;
+            let default = if self.skip("=") { Some(self.expression()?) } else { None };
+            let mut others =
+                self.lexemes[first..self.at].iter().filter(|lexeme| lexeme.kind == LexemeKind::Name);
+            let is_of_others = others.any(|lexeme| names.contains(&lexeme.text));
+            names.push(name);
+            parameters.push(match default {
+                Some(default) if is_of_others => {
+                    let _ = write!(
+                        set,
+                        " %}}{{% if {name} is undefined %}}{{% set {name} = {default} %}}{{% endif"
+                    );
+                    name.to_owned()
+                }
+                Some(default) => format!("{name}={default}"),
+                None => name.to_owned(),
             });
         }
-        Ok(format!("({})", parameters.join(", ")))
+        Ok(format!("({}){set}", parameters.join(", ")))
     }
 
     /// An expression, or several with commas.
@@ -311,7 +334,8 @@ impl<'a> LexemeCursor<'a> {
     }
 
     fn comparison(&mut self) -> Translation {
-        let mut written = self.sum()?;
+        let first = self.sum()?;
+        let mut parts: Vec<(&str, String)> = Vec::new();
         loop {
             let sign = ["==", "!=", "<=", ">=", "<", ">"].into_iter().find(|sign| self.is(sign));
             let is_not_in =
@@ -320,11 +344,18 @@ impl<'a> LexemeCursor<'a> {
                 Some(sign) => sign,
                 None if self.is_name("in") => "in",
                 None if is_not_in => "not in",
-                None => return Ok(written),
+                None => break,
             };
             self.at += 1 + usize::from(is_not_in);
-            written = format!("{written} {operator} {}", self.sum()?);
+            parts.push((operator, self.sum()?));
         }
+        let orders = |(sign, _): &(&str, String)| sign.starts_with(['<', '>']);
+        // minijinja orders values of different kinds
+        if parts.iter().any(orders) && !parts.iter().any(|(sign, _)| sign.ends_with("in")) {
+            let parts = parts.iter().map(|(sign, part)| format!(", '{sign}', {part}"));
+            return Ok(format!("__compare__({first}{})", parts.collect::<String>()));
+        }
+        Ok(parts.iter().fold(first, |all, (sign, part)| format!("{all} {sign} {part}")))
     }
 
     fn sum(&mut self) -> Translation {
