@@ -385,6 +385,7 @@ pub(crate) fn served(
         context,
         eos_ids: model.checkpoint.config.eos_ids.clone().into(),
         defaults,
+        answer_tokens: model.defaults.max_new_tokens,
         exchange: None,
     }
 }

@@ -177,6 +177,7 @@ mod tests {
             context: CONTEXT as u32,
             eos_ids: [].into(),
             defaults: Sampling::default(),
+            answer_tokens: None,
             exchange: None,
         };
         let encoder = Encoder { model: &model, field: "prompt", stopped };

@@ -189,7 +189,7 @@ fn requests(
     let logprobs = plan.logprobs.max(tops);
     let mut requests = Vec::with_capacity(count);
     for prompt in &plan.prompts {
-        let own_tokens = max_tokens(plan, prompt.len(), model.context, tenant.max_tokens)?;
+        let own_tokens = max_tokens(plan, prompt.len(), model, tenant.max_tokens)?;
         let minimum = minimum(model, parameters, own_tokens)?;
         let (given, forced) = prompt.split_at(if tops.is_some() { 1 } else { prompt.len() });
         let (prompt_ids, forced_ids): (Arc<[u32]>, Arc<[u32]>) = (given.into(), forced.into());
@@ -269,10 +269,10 @@ fn minimum(
 fn max_tokens(
     plan: &Plan,
     prompt_tokens: usize,
-    context: u32,
+    model: &ServedModel,
     granted: Option<u32>,
 ) -> Result<u32, ApiError> {
-    let field = plan.prompt_field;
+    let (field, context) = (plan.prompt_field, model.context);
     if prompt_tokens == 0 {
         return Err(ApiError::value(field, format!("'{field}' is empty: there is nothing to continue")));
     }
@@ -301,7 +301,8 @@ fn max_tokens(
         let message = format!("'max_tokens' is {wanted}; this key is given {granted} at most");
         return Err(ApiError::value("max_tokens", message));
     }
-    Ok(wanted.or(plan.max_tokens_default).unwrap_or(left).min(left).min(granted))
+    let default = plan.max_tokens_default.or(model.answer_tokens);
+    Ok(wanted.or(default).unwrap_or(left).min(left).min(granted))
 }
 
 async fn submit(

@@ -2,12 +2,12 @@
 //! `apply_chat_template` provides.
 
 use super::error::{Error, Result};
-use super::fields::{Fields, read_object_if_present};
+use super::fields::Fields;
 use super::gguf::{self, GgufFile, is_gguf};
 use super::jinja;
 use super::strftime::strftime;
-use super::template_limits;
 use super::tool_style::ToolStyle;
+use super::{template_limits, tokenizer_config};
 use minijinja::value::{Serde, merge_maps};
 use minijinja::{Environment, ErrorKind, Value, context};
 use mixfleet_hal::files;
@@ -201,7 +201,7 @@ impl ChatTemplate {
             return gguf::template(&GgufFile::open(directory)?);
         }
         let config_file = directory.join(CONFIG_FILE);
-        let object = read_object_if_present(&config_file)?.unwrap_or_default();
+        let object = tokenizer_config::named_tokens(directory)?;
         let fields = Fields::new(&config_file, &object);
         let (default, named) = match text_if_present(&directory.join(TEMPLATE_FILE))? {
             Some(source) => (Some(source), None),
@@ -456,6 +456,8 @@ fn named_templates(fields: &Fields) -> Result<(Option<String>, Option<String>)> 
 fn special_tokens(object: &Map<String, Json>) -> Vec<(String, String)> {
     let token = |value: &Json| value.as_str().or(value["content"].as_str()).map(str::to_owned);
     let named = object.iter().filter(|(name, _)| name.ends_with("_token"));
+    let named =
+        named.chain(object.get("extra_special_tokens").and_then(Json::as_object).into_iter().flatten());
     named.filter_map(|(name, value)| Some((name.clone(), token(value)?))).collect()
 }
 

@@ -5,6 +5,12 @@ use std::path::{Path, PathBuf};
 /// The result of loading or using a model.
 pub type Result<T> = std::result::Result<T, Error>;
 
+/// The beginning of a file that Git LFS left in place of the real one.
+pub(super) const LFS_POINTER: &[u8] = b"version https://git-lfs";
+/// The fault of such a file.
+pub(super) const LFS_PROBLEM: &str =
+    "a Git LFS pointer, and not the file itself: fetch it with 'git lfs pull', or download it";
+
 /// Why a model cannot be loaded or used.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {

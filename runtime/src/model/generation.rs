@@ -21,10 +21,12 @@ pub struct GenerationDefaults {
     pub min_p: Option<f32>,
     /// Divides the logits of tokens seen.
     pub repetition_penalty: Option<f32>,
+    /// Maximum number of tokens of an answer.
+    pub max_new_tokens: Option<u32>,
 }
 
 /// Fields by which transformers changes the choice of tokens, and that are not applied here.
-const UNREAD: [&str; 24] = [
+const UNREAD: [&str; 26] = [
     "bad_words_ids",
     "begin_suppress_tokens",
     "constraints",
@@ -36,6 +38,7 @@ const UNREAD: [&str; 24] = [
     "exponential_decay_length_penalty",
     "force_words_ids",
     "forced_bos_token_id",
+    "forced_decoder_ids",
     "forced_eos_token_id",
     "guidance_scale",
     "min_length",
@@ -49,6 +52,7 @@ const UNREAD: [&str; 24] = [
     "token_healing",
     "top_h",
     "typical_p",
+    "watermarking_config",
 ];
 /// Fields without effect at 1; others have no effect at 0, false and empty lists.
 const HARMLESS_ONES: [&str; 4] = ["encoder_repetition_penalty", "guidance_scale", "num_beams", "typical_p"];
@@ -77,6 +81,7 @@ impl GenerationDefaults {
         if is_gguf(directory) {
             return Ok(GenerationDefaults::default());
         }
+        const PENALTY: &str = "repetition_penalty";
         let file = directory.join("generation_config.json");
         let object = read_object_if_present(&file)?.unwrap_or_default();
         let fields = Fields::new(&file, &object);
@@ -103,12 +108,17 @@ impl GenerationDefaults {
                 Some(to_u32(most.ok_or_else(wrong)?.max(0.0)))
             }
         };
+        let repetition_penalty = number(PENALTY, 100.0)?;
+        if repetition_penalty == Some(0.0) {
+            return Err(fields.error(PENALTY, "0, expected a number above 0"));
+        }
         Ok(GenerationDefaults {
             temperature: number("temperature", f64::from(f32::MAX))?,
             top_p: number("top_p", 1.0)?,
             top_k,
             min_p: number("min_p", 1.0)?,
-            repetition_penalty: number("repetition_penalty", 100.0)?.filter(|penalty| *penalty > 0.0),
+            repetition_penalty,
+            max_new_tokens: fields.count("max_new_tokens", u32::MAX)?,
         })
     }
 }
@@ -141,6 +151,8 @@ mod tests {
             (r#"{"top_p": "x"}"#, "top_p"),
             (r#"{"top_k": -2}"#, "top_k"),
             (r#"{"top_k": 2.5}"#, "top_k"),
+            (r#"{"max_new_tokens": 0}"#, "max_new_tokens"),
+            (r#"{"repetition_penalty": 0}"#, "repetition_penalty"),
         ] {
             let error = open(text).unwrap_err().to_string();
             assert!(error.contains("generation_config.json") && error.contains(field), "{error}");
@@ -149,6 +161,7 @@ mod tests {
             assert_eq!(open(text).unwrap().top_k, Some(top_k), "{text}");
         }
         assert_eq!(open(r#"{"temperature": 3}"#).unwrap().temperature, Some(3.0));
+        assert_eq!(open(r#"{"max_new_tokens": 9}"#).unwrap().max_new_tokens, Some(9));
         assert!(open("[").is_err());
     }
 
@@ -170,6 +183,8 @@ mod tests {
             ("guidance_scale", "1.5"),
             ("stop_strings", "\"END\""),
             ("sequence_bias", "[[[5], -2.0]]"),
+            ("forced_decoder_ids", "[[1, 5]]"),
+            ("watermarking_config", "{\"bias\": 2.5}"),
         ] {
             let error = open(&format!("{{\"{field}\": {value}}}")).unwrap_err().to_string();
             assert!(error.contains(field) && error.contains("remove it"), "{error}");

@@ -3,7 +3,7 @@
 //! It is parsed here and not by the `safetensors` crate because an error must name the tensor: the crate
 //! names neither a tensor whose bytes are cut off nor one that occurs twice.
 
-use super::error::{Error, Result};
+use super::error::{Error, LFS_POINTER, LFS_PROBLEM, Result};
 use mixfleet_hal::cast::to_usize;
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::Value;
@@ -68,6 +68,9 @@ pub(super) fn read(file: &Path, bytes: &[u8]) -> Result<Vec<(String, Entry)>> {
 }
 
 fn header_end(file: &Path, bytes: &[u8]) -> Result<usize> {
+    if bytes.starts_with(LFS_POINTER) {
+        return Err(Error::file(file, LFS_PROBLEM));
+    }
     let Some(length) = bytes.first_chunk::<LENGTH_BYTES>() else {
         return Err(Error::file(
             file,

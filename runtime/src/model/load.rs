@@ -170,12 +170,9 @@ impl Checkpoint {
             return gguf::open(directory, mapper);
         }
         OTHER_FILES.iter().try_for_each(|name| check_regular(&directory.join(name)))?;
-        let mut config = ModelConfig::open(directory)?;
-        let object = read_object_if_present(&directory.join("config.json"))?.unwrap_or_default();
-        let read = ReadTensors::of(&config, has_drafts(&object), wrapped::is_wrapped(&object));
-        let mut aside = AlignedBytes::default();
-        let shards = open_shards(directory, mapper, &read)?;
+        let OpenedFiles { mut config, read, shards } = OpenedFiles::open(directory, mapper)?;
         let found = found_tensors(&shards, &read)?;
+        let mut aside = AlignedBytes::default();
         let quantisation = Quantisation::open(directory)?;
         let find = |name: &str| {
             let (shard, entry) = found.get(name)?;
@@ -347,6 +344,41 @@ fn found_tensors<'a>(
     Ok(found)
 }
 
+/// A checkpoint's configuration and files.
+struct OpenedFiles {
+    config: ModelConfig,
+    read: ReadTensors,
+    shards: Vec<Shard>,
+}
+
+impl OpenedFiles {
+    fn open(directory: &Path, mapper: &dyn FileMapper) -> Result<Self> {
+        let mut config = ModelConfig::open(directory)?;
+        let object = read_object_if_present(&directory.join("config.json"))?.unwrap_or_default();
+        let (drafts, is_wrapped) = (has_drafts(&object), wrapped::is_wrapped(&object));
+        let read = ReadTensors::of(&config, drafts, is_wrapped);
+        let shards = open_shards(directory, mapper, &read)?;
+        if config.tied_embeddings && has_own_head(&shards, &read) {
+            // as in transformers: the file's head counts, and not the configuration
+            config.tied_embeddings = false;
+        }
+        let read = ReadTensors::of(&config, drafts, is_wrapped);
+        Ok(OpenedFiles { config, read, shards })
+    }
+}
+
+/// Whether the files have an LM head that differs from the embedding.
+fn has_own_head(shards: &[Shard], read: &ReadTensors) -> bool {
+    let tensor = |wanted: &str| {
+        let all = shards.iter().flat_map(|shard| shard.entries.iter().map(move |entry| (shard, entry)));
+        let mut named = all.filter(|(_, (name, _))| read.text_name(name).is_some_and(|name| name == wanted));
+        let (shard, (_, entry)) = named.next()?;
+        Some((&entry.dtype, &entry.shape, shard.memory.as_bytes().get(entry.range.clone())?))
+    };
+    let (head, embedding) = (tensor(names::LM_HEAD), tensor(names::EMBED));
+    head.is_some() && head != embedding
+}
+
 /// Whether a configuration has layers that only draft tokens, behind its own.
 fn has_drafts(object: &Map<String, Value>) -> bool {
     object.get("num_nextn_predict_layers").and_then(Value::as_u64).is_some_and(|layers| layers > 0)
@@ -396,10 +428,10 @@ fn open_shards(directory: &Path, mapper: &dyn FileMapper, read: &ReadTensors) ->
     }
     let mut shards = Vec::with_capacity(files.len());
     for (file, mut promised) in files {
-        promised.retain(|name| read.needs(name));
-        if promised.is_empty() && !directory.join(file).exists() {
+        if !directory.join(file).exists() && promised.iter().all(|name| read.lacks_nothing_without(name)) {
             continue;
         }
+        promised.retain(|name| read.needs(name));
         let shard = open(file)?;
         for (name, _) in &shard.entries {
             promised.remove(name.as_str());
@@ -420,6 +452,11 @@ fn no_weights(directory: &Path) -> String {
     let mut names: Vec<String> = files.map(|file| file.file_name().to_string_lossy().into_owned()).collect();
     names.sort_unstable();
     let ends = |name: &str, end: &str| Path::new(name).extension().is_some_and(|found| found == end);
+    if names.iter().any(|name| name.starts_with("adapter_model.")) {
+        return format!(
+            "{missing}, but an adapter (LoRA): merge it into its base model, and serve the result"
+        );
+    }
     if let Some(name) = names.iter().find(|name| ends(name, "safetensors")) {
         return format!("{missing}, though {name} is: the index was not downloaded");
     }

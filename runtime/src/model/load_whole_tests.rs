@@ -13,7 +13,7 @@ fn what_an_index_lists_and_nothing_needs_does_no_harm() {
         "model.layers.0.self_attn.rotary_emb.inv_freq".into(),
         "model-00001-of-00002.safetensors".into(),
     );
-    map.insert("vision_tower.patches.weight".into(), "never-downloaded.safetensors".into());
+    map.insert("model.layers.1.self_attn.rotary_emb.inv_freq".into(), "never-downloaded.safetensors".into());
     std::fs::write(directory.join(INDEX), index.to_string()).expect("a file");
     Checkpoint::open(&directory, &ReadFiles).expect("all that the model needs is there");
 }
@@ -73,4 +73,60 @@ fn a_share_of_a_repeating_checkpoint_is_that_of_the_whole() {
     let mut bytes = vec![0; tensor.slice.bytes as usize];
     whole.read(&tensor.slice, &mut bytes).expect("read");
     assert!(bytes == expected);
+}
+
+#[test]
+fn a_head_of_its_own_counts_though_the_configuration_ties_it() {
+    let directory = scratch("load-own-head");
+    variant("llama2").write(&directory, 1).expect("a checkpoint");
+    let path = directory.join("config.json");
+    let mut config: Map<String, Value> =
+        serde_json::from_slice(&std::fs::read(&path).expect("a file")).expect("a configuration");
+    config.insert("tie_word_embeddings".into(), true.into());
+    std::fs::write(&path, Value::Object(config).to_string()).expect("a file");
+    let open = || Checkpoint::open(&directory, &ReadFiles).expect("a checkpoint");
+    let differs = open();
+    assert!(!differs.config.tied_embeddings);
+    let head = differs.bytes("lm_head.weight").expect("a head").to_vec();
+    assert_ne!(head, differs.bytes("model.embed_tokens.weight").expect("an embedding"));
+    // the same numbers in both are tied
+    let weights = directory.join("model.safetensors");
+    let mut bytes = std::fs::read(&weights).expect("a file");
+    let embedding = differs.bytes("model.embed_tokens.weight").expect("an embedding");
+    let at = bytes.windows(head.len()).position(|part| part == head).expect("the head");
+    bytes[at..at + head.len()].copy_from_slice(embedding);
+    std::fs::write(&weights, bytes).expect("a file");
+    assert!(open().config.tied_embeddings);
+}
+
+#[test]
+fn what_stands_in_place_of_weights_is_named() {
+    let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n";
+    let error = error_after("pointer", 1, |dir| {
+        std::fs::write(dir.join("model.safetensors"), pointer).expect("a file");
+    });
+    assert_says(&error, &["model.safetensors", "Git LFS", "git lfs pull"]);
+    let error = error_after("adapter", 1, |dir| {
+        let adapter = dir.join("adapter_model.safetensors");
+        std::fs::rename(dir.join("model.safetensors"), adapter).expect("a file");
+    });
+    assert_says(&error, &["an adapter", "merge it"]);
+    let error = error_after("adapter-alone", 1, |dir| {
+        std::fs::rename(dir.join("config.json"), dir.join("adapter_config.json")).expect("a file");
+    });
+    assert_says(&error, &["an adapter", "merge it"]);
+    let error = error_after("scale", 1, |dir| {
+        edit_header(&dir.join("model.safetensors"), |header| {
+            let entry = json!({"dtype": "F32", "shape": [0], "data_offsets": [0, 0]});
+            header.insert("model.layers.0.self_attn.q_proj.weight_scale".into(), entry);
+        });
+    });
+    assert_says(&error, &["q_proj.weight_scale", "nothing here reads it"]);
+    let error = error_after("absent-shard", 2, |dir| {
+        let text = std::fs::read(dir.join(INDEX)).expect("an index");
+        let mut index: Value = serde_json::from_slice(&text).expect("an index");
+        index["weight_map"]["model.layers.9.bias"] = json!("model-00003-of-00003.safetensors");
+        std::fs::write(dir.join(INDEX), index.to_string()).expect("a file");
+    });
+    assert_says(&error, &["model-00003-of-00003.safetensors"]);
 }

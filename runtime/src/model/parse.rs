@@ -47,6 +47,10 @@ impl ModelConfig {
             let problem = "there is no config.json, but a GGUF file: give that file";
             return Err(Error::file(directory, problem));
         }
+        if !file.exists() && directory.join("adapter_config.json").exists() {
+            let problem = "this is an adapter (LoRA): merge it into its base model, and serve the result";
+            return Err(Error::file(directory, problem));
+        }
         let mut config = Self::parse(&file, &read_object(&file)?)?;
         let generation = directory.join("generation_config.json");
         let object = read_object_if_present(&generation)?.unwrap_or_default();

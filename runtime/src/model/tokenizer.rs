@@ -1,7 +1,7 @@
 //! Converts text to token ids and back, by the checkpoint's `tokenizer.json` or `tiktoken.model`.
 
 use super::byte_level::{byte_symbol, symbol_bytes};
-use super::error::{Error, Result};
+use super::error::{Error, LFS_POINTER, LFS_PROBLEM, Result};
 use super::gguf::{self, GgufFile, is_gguf};
 use super::specials::Specials;
 use super::{tiktoken, tokenizer_config};
@@ -52,6 +52,9 @@ impl Tokenizer {
             return Self::new(tiktoken::open(directory)?);
         }
         let bytes = files::read(&file, FILE_BYTES_MAX).map_err(|e| Error::read(&file, e))?;
+        if bytes.starts_with(LFS_POINTER) {
+            return Err(Error::file(&file, LFS_PROBLEM));
+        }
         let mut inner = parse(&bytes).map_err(|e| Error::file(&file, format!("not a tokenizer: {e}")))?;
         tokenizer_config::add_tokens(directory, &mut inner)?;
         Self::new(inner)

@@ -11,8 +11,14 @@ use tokenizers::AddedToken;
 
 const FILE: &str = "tokenizer_config.json";
 const ADDED: &str = "added_tokens_decoder";
-/// Files that name the token that ends an answer, in the order in which transformers reads them.
-const END_FILES: [&str; 2] = [FILE, "special_tokens_map.json"];
+/// Files of earlier versions of transformers, which count where `added_tokens_decoder` is absent.
+const NAMES_FILE: &str = "special_tokens_map.json";
+const ADDED_FILE: &str = "added_tokens.json";
+/// Fields that name a special token.
+const NAMED: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+/// Fields that name several, in a list, or in an object by the names of their variables.
+const FURTHER: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
 /// Maximum size of a `tokenizer.json` in bytes: published ones stay below 40 MB.
 const TOKENIZER_BYTES_MAX: u64 = 512 << 20;
 /// Bound well above any real vocabulary.
@@ -48,19 +54,17 @@ struct Vocabulary {
 /// # Errors
 /// The error names the file and the field.
 pub(super) fn end_of_answer(directory: &Path) -> Result<Option<u32>> {
-    let mut named = None;
-    for name in END_FILES {
-        let file = directory.join(name);
+    let file = directory.join(FILE);
+    let object = named_tokens(directory)?;
+    let fields = Fields::new(&file, &object);
+    let mut named = content(&fields, "eos_token")?.map(str::to_owned);
+    if named.is_none() {
+        let file = directory.join(NAMES_FILE);
         let object = read_object_if_present(&file)?.unwrap_or_default();
         named = content(&Fields::new(&file, &object), "eos_token")?.map(str::to_owned);
-        if named.is_some() {
-            break;
-        }
     }
     let Some(name) = named else { return Ok(None) };
-    let file = directory.join(FILE);
-    let object = read_object_if_present(&file)?.unwrap_or_default();
-    let by_id = added(&Fields::new(&file, &object))?;
+    let by_id = added(&fields)?;
     if let Some((id, _)) = by_id.iter().find(|(_, token)| token.content == name) {
         return Ok(Some(*id));
     }
@@ -76,6 +80,19 @@ pub(super) fn end_of_answer(directory: &Path) -> Result<Option<u32>> {
     }
     let words = serde_json::from_slice::<VocabularyDocument>(&bytes).map(|words| words.model.vocab);
     Ok(words.ok().and_then(|words| words.get(&name).copied()))
+}
+
+/// The fields of `tokenizer_config.json`. As in transformers, those of `special_tokens_map.json` take precedence
+/// where the former has no `added_tokens_decoder`.
+///
+/// # Errors
+/// When a file cannot be read.
+pub(super) fn named_tokens(directory: &Path) -> Result<Map<String, Value>> {
+    let mut object = read_object_if_present(&directory.join(FILE))?.unwrap_or_default();
+    if object.get(ADDED).is_none_or(Value::is_null) {
+        object.extend(read_object_if_present(&directory.join(NAMES_FILE))?.unwrap_or_default());
+    }
+    Ok(object)
 }
 
 /// The text of a token, which is a string or an object.
@@ -97,45 +114,101 @@ fn added(fields: &Fields) -> Result<Vec<(u32, AddedToken)>> {
     for (id, token) in fields.object(ADDED)?.into_iter().flatten() {
         let wrong = |problem: &str| fields.error(&format!("{ADDED}.{id}"), problem);
         let id = id.parse().ok().filter(|id| *id < ID_MAX).ok_or_else(|| wrong("expected a token id"))?;
-        let text = token["content"].as_str().filter(|text| !text.is_empty());
-        let text = text.ok_or_else(|| wrong("its 'content' is missing or empty"))?;
-        let flag = |name: &str, usual: bool| token[name].as_bool().unwrap_or(usual);
-        let special = flag("special", false);
-        let token = AddedToken::from(text, special)
-            .single_word(flag("single_word", false))
-            .lstrip(flag("lstrip", false))
-            .rstrip(flag("rstrip", false))
-            .normalized(flag("normalized", !special));
+        let token = token_of(token, false).ok_or_else(|| wrong("its 'content' is missing or empty"))?;
         all.push((id, token));
     }
     all.sort_by_key(|(id, _)| *id);
     Ok(all)
 }
 
-/// Adds the tokens of a checkpoint directory's `tokenizer_config.json` that its `tokenizer.json` lacks.
+/// A token that is written as a text or an object; none without a text.
+fn token_of(value: &Value, is_special: bool) -> Option<AddedToken> {
+    let text = value.as_str().or(value["content"].as_str()).filter(|text| !text.is_empty())?;
+    let flag = |name: &str, usual: bool| value.get(name).and_then(Value::as_bool).unwrap_or(usual);
+    let special = is_special || flag("special", false);
+    let token = AddedToken::from(text, special)
+        .single_word(flag("single_word", false))
+        .lstrip(flag("lstrip", false))
+        .rstrip(flag("rstrip", false))
+        .normalized(flag("normalized", !special));
+    Some(token)
+}
+
+/// The special tokens that are named, in the order in which transformers adds them.
+fn named(fields: &Fields) -> Vec<AddedToken> {
+    let further = FURTHER.iter().filter_map(|field| fields.get(field));
+    let further = further.flat_map(|value| match value {
+        Value::Array(list) => list.iter().collect::<Vec<_>>(),
+        Value::Object(map) => map.values().collect(),
+        _ => Vec::new(),
+    });
+    let all = NAMED.iter().filter_map(|field| fields.get(field)).chain(further);
+    all.filter_map(|value| token_of(value, true)).collect()
+}
+
+/// The tokens of `added_tokens.json` by id.
+fn added_before(directory: &Path, specials: &[AddedToken]) -> Result<Vec<(u32, AddedToken)>> {
+    let file = directory.join(ADDED_FILE);
+    let object = read_object_if_present(&file)?.unwrap_or_default();
+    let mut all = Vec::new();
+    for (text, id) in &object {
+        let id = id.as_u64().and_then(|id| u32::try_from(id).ok()).filter(|id| *id < ID_MAX);
+        let id = id.ok_or_else(|| Fields::new(&file, &object).error(text, "expected a token id"))?;
+        let special = specials.iter().any(|token| token.content == *text);
+        all.push((id, AddedToken::from(text.as_str(), special).normalized(!special)));
+    }
+    all.sort_by_key(|(id, _)| *id);
+    Ok(all)
+}
+
+/// Adds the tokens of a checkpoint directory that its `tokenizer.json` lacks, with the flags of
+/// `tokenizer_config.json`: those of `added_tokens_decoder`, and those that are named as special.
 ///
 /// # Errors
-/// The error names a token that would have another id than the file says.
+/// The error names a token that would have another id than the file says, and a setting that is not supported.
 pub(super) fn add_tokens(directory: &Path, inner: &mut tokenizers::Tokenizer) -> Result<()> {
+    const SPLIT: &str = "split_special_tokens";
     let file = directory.join(FILE);
-    let object: Map<String, Value> = read_object_if_present(&file)?.unwrap_or_default();
+    let object = named_tokens(directory)?;
     let fields = Fields::new(&file, &object);
-    let known = inner.get_added_vocabulary().get_added_tokens_decoder();
-    let known: Vec<String> = known.values().map(|token| token.content.clone()).collect();
-    for (id, token) in added(&fields)? {
-        if known.contains(&token.content) {
+    if fields.flag(SPLIT, false)? {
+        return Err(
+            fields.error(SPLIT, "true is not supported: a template's special tokens would be plain text")
+        );
+    }
+    let specials = named(&fields);
+    let is_before = fields.get(ADDED).is_none();
+    let listed = if is_before { added_before(directory, &specials)? } else { added(&fields)? };
+    let failed = |e: tokenizers::Error| Error::file(&file, e.to_string());
+    for (id, mut token) in listed {
+        let (name, is_known) = (token.content.clone(), is_added(inner, &token.content));
+        if is_before && is_known {
             continue;
         }
-        let name = token.content.clone();
-        inner.add_tokens([token]).map_err(|e| Error::file(&file, e.to_string()))?;
+        token.special |= specials.iter().any(|special| special.content == name);
+        inner.add_tokens([token]).map_err(failed)?;
         let given = inner.token_to_id(&name);
-        if given != Some(id) {
+        if given != Some(id) && !is_known {
             let given = given.map_or_else(|| "none".to_owned(), |given| given.to_string());
             let problem = format!(
                 "{name:?} is in this file alone, and the next free id after those of tokenizer.json is {given}"
             );
-            return Err(fields.error(&format!("{ADDED}.{id}"), problem));
+            let (source, field) = match is_before {
+                true => (directory.join(ADDED_FILE), name),
+                false => (file.clone(), format!("{ADDED}.{id}")),
+            };
+            return Err(Fields::new(&source, &object).error(&field, problem));
+        }
+    }
+    for token in specials {
+        if !is_added(inner, &token.content) {
+            inner.add_tokens([token]).map_err(failed)?;
         }
     }
     Ok(())
+}
+
+/// Whether a text is a token besides the vocabulary.
+fn is_added(inner: &tokenizers::Tokenizer, text: &str) -> bool {
+    inner.get_added_vocabulary().get_vocab().contains_key(text)
 }

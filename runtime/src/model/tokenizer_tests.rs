@@ -1,6 +1,7 @@
 use super::super::testing::{fixtures, golden, ids};
 use super::*;
 use proptest::prelude::*;
+use serde_json::json;
 use std::collections::HashMap;
 
 fn streamed(tokenizer: &Tokenizer, ids: &[u32]) -> (String, Vec<String>) {
@@ -15,7 +16,7 @@ fn sentencepiece() -> Tokenizer {
     let words = ["<s>", "▁", "▁Hello", "▁world", "lo", ",", "▁▁"].map(String::from);
     let bytes = (0..=255).map(|byte| format!("<0x{byte:02X}>"));
     let vocab: HashMap<String, u32> = words.into_iter().chain(bytes).zip(0..).collect();
-    let json = serde_json::json!({
+    let json = json!({
         "version": "1.0",
         "added_tokens": [{"id": 0, "content": "<s>", "single_word": false, "lstrip": false,
             "rstrip": false, "normalized": false, "special": true}],
@@ -105,7 +106,7 @@ fn a_missing_or_damaged_file_is_named() {
     assert!(Tokenizer::open(&directory).unwrap_err().to_string().contains("tokenizer.json"));
     let good = super::super::builtin::tokenizer().expect("a tokenizer").to_json().expect("JSON");
     let mut odd: serde_json::Value = serde_json::from_str(&good).expect("JSON");
-    odd["decoder"] = serde_json::json!(5);
+    odd["decoder"] = json!(5);
     for damaged in ["", "{}", &good[..good.len() / 2], &odd.to_string()] {
         std::fs::write(directory.join("tokenizer.json"), damaged).expect("a file");
         assert!(
@@ -120,9 +121,9 @@ fn tokens_of_the_configuration_alone_are_added() {
     let good = super::super::builtin::tokenizer().expect("a tokenizer").to_json().expect("JSON");
     std::fs::write(directory.join("tokenizer.json"), good).expect("a file");
     let open = |id: u32| {
-        let added = serde_json::json!({"1": {"content": "<|end|>", "special": true},
+        let added = json!({"1": {"content": "<|end|>", "special": true},
             id.to_string(): {"content": "<tool_call>", "special": false}});
-        let config = serde_json::json!({"added_tokens_decoder": added});
+        let config = json!({"added_tokens_decoder": added});
         std::fs::write(directory.join("tokenizer_config.json"), config.to_string()).expect("a file");
         Tokenizer::open(&directory)
     };
@@ -131,6 +132,54 @@ fn tokens_of_the_configuration_alone_are_added() {
     assert!(tokenizer.is_special(1) && !tokenizer.is_special(261));
     let error = open(300).unwrap_err().to_string();
     assert!(error.contains("added_tokens_decoder.300") && error.contains("261"), "{error}");
+}
+
+#[test]
+fn special_tokens_are_those_of_all_files() {
+    let directory = super::super::testing::scratch("tokenizer-specials");
+    let write = |name: &str, value: serde_json::Value| {
+        std::fs::write(directory.join(name), value.to_string()).expect("a file");
+    };
+    let good = super::super::builtin::tokenizer().expect("a tokenizer").to_json().expect("JSON");
+    std::fs::write(directory.join("tokenizer.json"), good).expect("a file");
+    let encoded = |text: &str| {
+        let tokenizer = Tokenizer::open(&directory).expect("a tokenizer");
+        let ids = tokenizer.encode_chat(text).expect("encodes");
+        let last = ids.last().copied().unwrap_or_default();
+        (ids.len(), last, tokenizer.is_special(last))
+    };
+    let end = json!({"content": "<|end|>", "lstrip": true, "special": true});
+    write("tokenizer_config.json", json!({"added_tokens_decoder": {"1": end}}));
+    assert_eq!(encoded("a  <|end|>"), (2, 1, true), "the configuration's flags count");
+    for config in [
+        json!({"pad_token": "<new>"}),
+        json!({"pad_token": {"content": "<new>"}}),
+        json!({"additional_special_tokens": ["<new>"]}),
+        json!({"extra_special_tokens": {"image_token": "<new>"}}),
+    ] {
+        write("tokenizer_config.json", config);
+        assert_eq!(encoded("a<new>"), (2, 261, true));
+    }
+    write("tokenizer_config.json", json!({}));
+    assert_eq!(encoded("a<new>").0, 6);
+    write("special_tokens_map.json", json!({"additional_special_tokens": ["<new>"]}));
+    assert_eq!(encoded("a<new>"), (2, 261, true));
+    write("added_tokens.json", json!({"<other>": 261, "<new>": 262}));
+    assert_eq!(encoded("a<other>"), (2, 261, false));
+    assert_eq!(encoded("a<new>"), (2, 262, true));
+    write("tokenizer_config.json", json!({"added_tokens_decoder": {}}));
+    assert_eq!(encoded("a<new>").0, 6, "the configuration's list replaces both files");
+    write("tokenizer_config.json", json!({}));
+    write("added_tokens.json", json!({"<other>": 500}));
+    let error = Tokenizer::open(&directory).unwrap_err().to_string();
+    assert!(error.contains("added_tokens.json") && error.contains("<other>"), "{error}");
+    write("tokenizer_config.json", json!({"split_special_tokens": true}));
+    let error = Tokenizer::open(&directory).unwrap_err().to_string();
+    assert!(error.contains("split_special_tokens"), "{error}");
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n";
+    std::fs::write(directory.join("tokenizer.json"), pointer).expect("a file");
+    let error = Tokenizer::open(&directory).unwrap_err().to_string();
+    assert!(error.contains("Git LFS"), "{error}");
 }
 
 #[test]
@@ -233,7 +282,7 @@ fn no_token_stands_for_more_bytes_than_are_told() {
         }
     }
     // Unknown words may have any length, so there is no bound.
-    let words = serde_json::json!({"version": "1.0", "pre_tokenizer": {"type": "Whitespace"},
+    let words = json!({"version": "1.0", "pre_tokenizer": {"type": "Whitespace"},
         "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1}, "unk_token": "[UNK]"}});
     let inner = tokenizers::Tokenizer::from_bytes(words.to_string()).expect("a tokenizer");
     assert_eq!(Tokenizer::new(inner).expect("a tokenizer").token_bytes_max(), None);

@@ -28,6 +28,8 @@ const ARRAYS: [&str; 18] = [
     "v_scale",
     "output_scale",
 ];
+/// Those of them that files without quantised matrices may have.
+const OF_KV: [&str; 3] = ["k_scale", "v_scale", "output_scale"];
 /// Such names for the matrices of all experts together.
 const FUSED: [&str; 2] = ["_blocks", "_scales"];
 /// Ends of the names of tensors that follow from the configuration: frequencies, and positions and causal
@@ -49,6 +51,8 @@ pub(super) struct ReadTensors {
     /// First layer of those that only draft tokens, where the configuration has some; none of these are read.
     drafts: Option<u32>,
     tied: bool,
+    /// Whether matrices may have further arrays.
+    quantised: bool,
     /// Whether the model is inside a multimodal one.
     wrapped: bool,
 }
@@ -62,6 +66,7 @@ impl ReadTensors {
             planned,
             drafts: drafts.then_some(config.layers),
             tied: config.tied_embeddings,
+            quantised: config.format.is_some(),
             wrapped,
         }
     }
@@ -79,9 +84,16 @@ impl ReadTensors {
             return true;
         }
         let fused = FUSED.iter().filter_map(|end| name.strip_suffix(end));
-        let module = name.rsplit_once('.').filter(|(_, array)| ARRAYS.contains(array));
-        fused.into_iter().any(|matrix| self.planned.contains(matrix))
+        let module = name
+            .rsplit_once('.')
+            .filter(|(_, array)| ARRAYS.contains(array) && (self.quantised || OF_KV.contains(array)));
+        fused.into_iter().any(|matrix| self.quantised && self.planned.contains(matrix))
             || module.is_some_and(|(module, _)| self.planned.contains(&format!("{module}.weight")))
+    }
+
+    /// Whether answers are the same without a tensor of any content.
+    pub(super) fn lacks_nothing_without(&self, name: &str) -> bool {
+        !self.needs(name) && self.leaves_out(name, &[1])
     }
 
     /// Whether answers are the same without a tensor that the model does not need.
@@ -108,7 +120,11 @@ mod tests {
         let variants = tiny_variants();
         let (_, random) = variants.iter().find(|(name, _)| *name == "qwen2").expect("a variant");
         let config = random.model_config().expect("a configuration");
-        let read = ReadTensors::of(&config, false, false);
+        let plain = ReadTensors::of(&config, false, false);
+        assert!(!plain.needs("model.layers.1.mlp.up_proj.weight_scale"), "nothing is quantised");
+        assert!(plain.needs("model.layers.1.self_attn.k_proj.k_scale"));
+        assert!(!plain.lacks_nothing_without("model.layers.0.self_attn.o_proj.bias"), "it may not be zero");
+        let read = ReadTensors { quantised: true, ..plain };
         for name in [
             "model.layers.0.self_attn.q_proj.weight",
             "model.layers.1.mlp.up_proj.weight_scale",

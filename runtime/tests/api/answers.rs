@@ -57,6 +57,20 @@ fn a_chat_is_rendered_and_may_fill_the_context() {
 }
 
 #[test]
+fn the_models_own_length_counts_where_a_chat_gives_none() {
+    for (asked, expected) in [(None, 7), (Some(9), 9)] {
+        let body =
+            json!({"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": asked});
+        let setup = Setup { answer_tokens: Some(7), ..Setup::play(Play::say("yes")) };
+        let submitted = run(setup, |server| async move {
+            server.post("/v1/chat/completions", &body).await;
+            server.submissions()
+        });
+        assert_eq!(submitted[0].max_tokens, expected);
+    }
+}
+
+#[test]
 fn the_tier_comes_back_as_what_it_was_served_as() {
     for (asked, served, tier) in [
         (Some("flex"), Some("flex"), ServiceTier::Flex),

@@ -172,6 +172,8 @@ pub(crate) struct Setup {
     /// The text model, instead of bytes.
     pub(crate) text: Arc<dyn TextModel>,
     pub(crate) context: u32,
+    /// Maximum length of answers to requests without one.
+    pub(crate) answer_tokens: Option<u32>,
     pub(crate) loading: bool,
     /// Whether the engine says that it may give up accepted requests.
     pub(crate) drops_late: bool,
@@ -187,6 +189,7 @@ impl Setup {
             access: None,
             text: Arc::new(ByteModel),
             context: CONTEXT,
+            answer_tokens: None,
             loading: false,
             drops_late: false,
             origins: Origins::default(),
@@ -215,6 +218,7 @@ pub(crate) struct Server {
     pub(crate) engine: EngineHandle,
     pub(crate) text: Arc<dyn TextModel>,
     pub(crate) context: u32,
+    pub(crate) answer_tokens: Option<u32>,
     pub(crate) submitted: Arc<Mutex<Vec<GenerateRequest>>>,
     /// Ids of requests whose receiver was dropped before the end.
     pub(crate) cancelled: Arc<Mutex<Vec<String>>>,
@@ -246,6 +250,7 @@ where
         engine,
         text: setup.text,
         context: setup.context,
+        answer_tokens: setup.answer_tokens,
         submitted: Arc::default(),
         cancelled: Arc::default(),
         ended: Arc::new(Semaphore::new(0)),
@@ -344,6 +349,7 @@ impl Server {
             context: self.context,
             eos_ids: [EOS].into(),
             defaults: Sampling::default(),
+            answer_tokens: self.answer_tokens,
             exchange: None,
         });
     }

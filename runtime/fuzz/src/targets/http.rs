@@ -156,6 +156,7 @@ pub(super) fn exchange_with(bytes: &[u8], ends: bool, kv: Option<Arc<KvExchange>
         context: CONTEXT,
         eos_ids: [1].into(),
         defaults: Sampling::default(),
+        answer_tokens: None,
         exchange: kv,
     });
     env.spawn(Box::pin(answer(submissions)));

@@ -222,6 +222,9 @@ pub(in super::super) fn config(gguf: &GgufFile, bytes: Option<&[u8]>) -> Result<
         let problem = format!("'{name}' is not supported; supported: {}", supported.join(", "));
         return Err(gguf.error("general.architecture", problem));
     };
+    if let Some(kind) = gguf.text("general.type")?.filter(|kind| *kind != "model") {
+        return Err(gguf.error("general.type", format!("'{kind}' is not supported: this is no whole model")));
+    }
     let keys = ArchitectureKeys { gguf, architecture: name };
     check_keys(&keys, architecture)?;
     if gguf.flag(&keys.key("attention.causal"))? == Some(false) {
@@ -244,7 +247,7 @@ pub(in super::super) fn config(gguf: &GgufFile, bytes: Option<&[u8]>) -> Result<
     if let Some(bos) = gguf.token("tokenizer.ggml.bos_token_id")? {
         object.insert("bos_token_id".to_owned(), bos.into());
     }
-    let mut config = ModelConfig::parse(&gguf.file, &object)?;
+    let mut config = ModelConfig::parse(&gguf.file, &object).map_err(|error| by_key(&keys, error))?;
     // its norms are stored whole, and matrices apart
     (config.layout.offset_norms, config.layout.granite_mlp) = (false, false);
     let is_bare = gguf.flag(&keys.key("rope.scaling.finetuned"))? == Some(false);
@@ -275,6 +278,27 @@ pub(in super::super) fn config(gguf: &GgufFile, bytes: Option<&[u8]>) -> Result<
     let up = up.into_iter().flatten().next();
     config.format = up.and_then(|tensor| tensor.kind.quantised()).map(|kind| kind.format());
     Ok(config)
+}
+
+/// An error about a field that names the key which the field was read from.
+fn by_key(keys: &ArchitectureKeys, error: Error) -> Error {
+    const KEYS: [(&str, &str); 8] = [
+        ("hidden_size", "embedding_length"),
+        ("intermediate_size", "feed_forward_length"),
+        ("max_position_embeddings", "context_length"),
+        ("num_attention_heads", "attention.head_count"),
+        ("num_hidden_layers", "block_count"),
+        ("num_key_value_heads", "attention.head_count_kv"),
+        ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+        ("rope_theta", "rope.freq_base"),
+    ];
+    match error {
+        Error::Field { file, field, problem } => {
+            let known = KEYS.iter().find(|(name, _)| *name == field);
+            Error::Field { file, field: known.map_or(field, |(_, key)| keys.key(key)), problem }
+        }
+        other => other,
+    }
 }
 
 /// The fields that every architecture has.

@@ -1,7 +1,7 @@
 //! The header of a GGUF file: metadata and positions of tensors, each checked against the file's length
 //! before it is used.
 
-use super::super::error::{Error, Result};
+use super::super::error::{Error, LFS_POINTER, LFS_PROBLEM, Result};
 use super::kinds::GgmlKind;
 use mixfleet_hal::cast::to_usize;
 use std::collections::HashMap;
@@ -177,6 +177,37 @@ impl<R: Read> Reader<'_, R> {
     }
 }
 
+/// Checks the file's mark and version.
+fn check_beginning(reader: &mut Reader<'_, impl Read>) -> Result<()> {
+    let magic = reader.array()?;
+    if magic == LFS_POINTER[..magic.len()] {
+        return Err(reader.error(LFS_PROBLEM));
+    }
+    if &magic != MAGIC {
+        return Err(reader.error("not a GGUF file: it does not begin with 'GGUF'"));
+    }
+    let version = reader.u32()?;
+    if (2..=3).contains(&version.swap_bytes()) {
+        return Err(reader.error("a big-endian file is not supported; convert it to little-endian"));
+    }
+    if !(2..=3).contains(&version) {
+        return Err(reader.error(format!("version {version} of GGUF is not supported; supported: 2, 3")));
+    }
+    Ok(())
+}
+
+/// Refuses tensors that share bytes.
+fn check_apart(file: &Path, tensors: &HashMap<String, GgufTensor>) -> Result<()> {
+    let mut placed: Vec<_> = tensors.iter().map(|(name, tensor)| (&tensor.range, name)).collect();
+    placed.sort_by_key(|(range, name)| (range.start, range.end, *name));
+    match placed.windows(2).find(|pair| pair[1].0.start < pair[0].0.end) {
+        Some(pair) => {
+            Err(Error::tensor(file, pair[1].1, format!("its bytes overlap those of '{}'", pair[0].1)))
+        }
+        None => Ok(()),
+    }
+}
+
 impl GgufFile {
     /// Reads the header of a file, and those of the other files of a divided model.
     ///
@@ -210,13 +241,7 @@ impl GgufFile {
     fn read(file: &Path, source: impl Read, bytes: u64, length: u64) -> Result<Self> {
         let mut reader =
             Reader { file, source, at: 0, end: bytes.min(HEADER_BYTES_MAX), part: "the beginning".into() };
-        if &reader.array()? != MAGIC {
-            return Err(reader.error("not a GGUF file: it does not begin with 'GGUF'"));
-        }
-        let version = reader.u32()?;
-        if !(2..=3).contains(&version) {
-            return Err(reader.error(format!("version {version} of GGUF is not supported; supported: 2, 3")));
-        }
+        check_beginning(&mut reader)?;
         let tensor_count = reader.count("tensors", ENTRY_BYTES_MIN)?;
         let value_count = reader.count("keys", ENTRY_BYTES_MIN)?;
         let mut values = HashMap::new();
@@ -243,8 +268,12 @@ impl GgufFile {
         let start = reader.at.next_multiple_of(alignment);
         for (name, mut tensor, offset) in infos {
             let bytes = tensor.range.len() as u64;
-            let from = start.checked_add(offset).filter(|_| offset.is_multiple_of(alignment));
+            let from = start.checked_add(offset);
             let end = from.and_then(|from| from.checked_add(bytes)).filter(|end| *end <= length);
+            if !offset.is_multiple_of(alignment) {
+                let problem = format!("at byte {offset} of the data, which is no multiple of {alignment}");
+                return Err(Error::tensor(file, &name, problem));
+            }
             let (Some(from), Some(end)) = (from, end) else {
                 let problem =
                     format!("{bytes} bytes at {offset} of the data, which begin at byte {start} of {length}");
@@ -255,6 +284,7 @@ impl GgufFile {
                 return Err(Error::tensor(file, &name, "occurs twice in the header"));
             }
         }
+        check_apart(file, &gguf.tensors)?;
         Ok(gguf)
     }
 
@@ -370,10 +400,10 @@ impl GgufFile {
     pub(super) fn float(&self, key: &str) -> Result<Option<f64>> {
         match self.values.get(key) {
             None => Ok(None),
-            Some(GgufValue::Float(value)) => Ok(Some(*value)),
+            Some(GgufValue::Float(value)) if value.is_finite() => Ok(Some(*value)),
             Some(GgufValue::Unsigned(value)) => Ok(Some(*value as f64)),
             Some(GgufValue::Signed(value)) => Ok(Some(*value as f64)),
-            Some(_) => Err(self.wrong(key, "a number")),
+            Some(_) => Err(self.wrong(key, "a finite number")),
         }
     }
 

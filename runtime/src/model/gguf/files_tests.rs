@@ -214,6 +214,12 @@ fn keys_that_change_answers_are_refused_and_neutral_ones_are_not() {
         let is_neutral = Small::llama(&[]).float(&format!("llama.{name}"), 1.0).open("keys-neutral").is_ok();
         assert_eq!(is_neutral, name != "final_logit_softcapping", "{name}");
     }
+    for (name, value) in
+        [("rope.freq_base", f32::NAN), ("rope.freq_base", 0.0), ("attention.layer_norm_rms_epsilon", -1.0)]
+    {
+        let error = Small::llama(&[]).float(&format!("llama.{name}"), value).open("floats").unwrap_err();
+        assert!(error.to_string().contains(&format!("llama.{name}")), "{error}");
+    }
     let yarn = Small::llama(&[]).text("llama.rope.scaling.type", "longrope").open("rope").unwrap_err();
     assert!(yarn.to_string().contains("rope.scaling.type"), "{yarn}");
     let linear = Small::llama(&[]).float("llama.rope.scaling.factor", 4.0).open("rope-linear").unwrap();
@@ -223,6 +229,30 @@ fn keys_that_change_answers_are_refused_and_neutral_ones_are_not() {
         plain.config.rope.inv_freq[0],
         "linear is what it means"
     );
+}
+
+#[test]
+fn a_file_that_is_no_model_or_damaged_is_refused() {
+    let file = scratch("no-model").join("small.gguf");
+    let good = Small::llama(&[]).bytes();
+    let error_of = |bytes: &[u8]| {
+        std::fs::write(&file, bytes).unwrap();
+        Checkpoint::open(&file, &ReadFiles).expect_err("refused").to_string()
+    };
+    let adapter = Small::llama(&[]).text("general.type", "adapter").bytes();
+    let error = error_of(&adapter);
+    assert!(error.contains("general.type") && error.contains("adapter"), "{error}");
+    let error = error_of(&[&good[..4], &3u32.to_be_bytes(), &good[8..]].concat());
+    assert!(error.contains("big-endian"), "{error}");
+    let name = b"blk.0.attn_k.weight";
+    let offset = good.windows(name.len()).position(|part| part == name).unwrap() + name.len() + 4 + 16 + 4;
+    let moved = |to: u64| [&good[..offset], &to.to_le_bytes(), &good[offset + 8..]].concat();
+    let error = error_of(&moved(0));
+    assert!(error.contains("overlap"), "{error}");
+    let error = error_of(&moved(33));
+    assert!(error.contains("attn_k") && error.contains("no multiple of 32"), "{error}");
+    std::fs::write(&file, &good).unwrap();
+    assert!(Checkpoint::open(&file, &ReadFiles).is_ok());
 }
 
 #[test]
