@@ -26,7 +26,8 @@ fn simulated_tokens_are_text() {
     assert_eq!(answer["usage"]["completion_tokens"], 16, "{answer}");
 }
 
-/// The same file predicts what `serve` does: without a size in it, `simulate` takes the size that `serve` logs.
+/// The same file predicts what `serve` does: without a size in it, `simulate` takes the size that `serve`
+/// logs.
 #[test]
 fn serve_and_simulate_size_steps_alike() {
     let server = simulated();

@@ -21,11 +21,11 @@ const LINES: &[(&str, usize)] = &[
     ("runtime/cli", 17_585),
     ("runtime/engines", 3125),
     ("runtime/epp", 1555),
-    ("runtime/fuzz", 1194),
-    ("runtime/planner", 1220),
+    ("runtime/fuzz", 1195),
+    ("runtime/planner", 1236),
     ("runtime/report", 885),
-    ("runtime/sim", 8393),
-    ("scheduler", 16_685),
+    ("runtime/sim", 8394),
+    ("scheduler", 16_720),
 ];
 
 /// One in this many removed lines may grow again before the budget must fall.

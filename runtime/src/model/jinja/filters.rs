@@ -223,18 +223,18 @@ fn group_by(value: &Value, given: Given) -> Result<Value> {
             None => groups.push((key, vec![item])),
         }
     }
-    let group = |(key, list)| Value::from_object(Group { key, list: Value::from(list) });
+    let group = |(key, list)| Value::from_object(GroupOfItems { key, list: Value::from(list) });
     Ok(groups.into_iter().map(group).collect())
 }
 
 /// A pair of a key and the list of its items, which also have names.
 #[derive(Debug)]
-struct Group {
+struct GroupOfItems {
     key: Value,
     list: Value,
 }
 
-impl Object for Group {
+impl Object for GroupOfItems {
     fn repr(self: &Arc<Self>) -> ObjectRepr {
         ObjectRepr::Seq
     }

@@ -182,8 +182,8 @@ struct PodRank {
 }
 
 impl PodRank {
-    /// What joins the processes of an instance: vLLM's own launcher, with the names that LeaderWorkerSet gives
-    /// to its pods.
+    /// What joins the processes of an instance: vLLM's own launcher, with the names that LeaderWorkerSet
+    /// gives to its pods.
     fn arguments(&self) -> Vec<String> {
         let hosts = self.hosts.to_string();
         let rank = if self.is_leader { "0" } else { "$(LWS_WORKER_INDEX)" };

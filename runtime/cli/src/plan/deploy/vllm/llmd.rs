@@ -173,7 +173,8 @@ impl VllmFleet<'_> {
         format!("# {}\n# For clusters with KEDA. Schema not checked.\n{objects}", self.header)
     }
 
-    /// A Deployment for each pool, whose pods are the InferencePool's, or a LeaderWorkerSet, whose leaders are.
+    /// A Deployment for each pool, whose pods are the InferencePool's, or a LeaderWorkerSet, whose leaders
+    /// are.
     fn deployments(&self) -> Result<String, String> {
         let mut text = format!("# {}\n", self.header);
         let is_divided = self.pools.iter().any(|pool| pool.duty == Duty::Prefill);
