@@ -117,3 +117,19 @@ fn what_kserve_cannot_have_is_explained() {
         assert!(why.contains("--for llmd"), "{why}");
     });
 }
+
+#[test]
+fn tight_memory_is_used_to_a_larger_share() {
+    with_fleet(&[(0, 2, Duty::Whole, 1)], |fleet| {
+        let model = models::find("llama-3.1-70b").unwrap();
+        let fleet = VllmFleet { model, header: String::new(), gateway: Vec::new(), ..*fleet };
+        let lines = fleet.lines();
+        assert!(lines.contains("--gpu-memory-utilization 0.95 --max-model-len 20480"), "{lines}");
+    });
+    with_fleet(&[(0, 1, Duty::Whole, 1)], |fleet| {
+        assert!(!fleet.lines().contains("--gpu-memory-utilization"));
+        let model = models::find("llama-3.1-70b").unwrap();
+        let fleet = VllmFleet { model, header: String::new(), gateway: Vec::new(), ..*fleet };
+        assert!(fleet.compose().is_err_and(|cause| cause.contains("no room for KV")));
+    });
+}

@@ -30,6 +30,10 @@ const PORT_FIRST: u32 = 10_000;
 const PORTS: u32 = 40;
 /// vLLM's default share of a part's memory.
 const MEMORY_SHARE: f64 = 0.9;
+/// The share of an instance whose weights leave little of that for KV.
+const MEMORY_SHARE_TIGHT: f64 = 0.95;
+/// Tokens of KV below which an instance gets that share.
+const TOKENS_TIGHT: u32 = 8192;
 /// What it needs of that beside weights and KV on each device: activations and recorded steps.
 const WORKSPACE_GB: f64 = 2.0;
 /// Lengths are rounded to multiples of this.
@@ -149,6 +153,9 @@ impl VllmFleet<'_> {
         if layout.stages > 1 {
             add(&["--pipeline-parallel-size", &layout.stages.to_string()]);
         }
+        if self.memory_share(pool) > MEMORY_SHARE {
+            add(&["--gpu-memory-utilization", &MEMORY_SHARE_TIGHT.to_string()]);
+        }
         if let Some(tokens) = self.bounded_context(pool) {
             add(&["--max-model-len", &tokens.to_string()]);
         }
@@ -167,16 +174,27 @@ impl VllmFleet<'_> {
     /// The longest sequence whose KV an instance surely holds, where that is less than the model's context:
     /// vLLM does not start without room for one.
     fn bounded_context(&self, pool: &PlannedPool) -> Option<u32> {
+        let tokens = self.kv_tokens(pool, self.memory_share(pool)).max(ROUND_TOKENS);
+        let bounded = tokens / ROUND_TOKENS * ROUND_TOKENS;
+        (bounded < self.model.context).then_some(bounded)
+    }
+
+    /// The share of its parts' memory that an instance uses.
+    fn memory_share(&self, pool: &PlannedPool) -> f64 {
+        let is_tight = self.kv_tokens(pool, MEMORY_SHARE) < TOKENS_TIGHT.min(self.model.context);
+        if is_tight { MEMORY_SHARE_TIGHT } else { MEMORY_SHARE }
+    }
+
+    /// Tokens whose KV an instance surely holds in this share of its parts' memory.
+    fn kv_tokens(&self, pool: &PlannedPool, share: f64) -> u32 {
         let shape = self.model.shape_as(self.stored);
         let memory_gb = self.parts[pool.part].part.memory.size_gb;
         let devices = f64::from(pool.layout.devices);
-        let left = memory_gb * 1e9 * MEMORY_SHARE * devices
+        let left = memory_gb * 1e9 * share * devices
             - self.model.weight_bytes(self.stored).0
             - WORKSPACE_GB * 1e9 * devices;
         let per_token = (shape.kv_bytes_per_token() as f64).max(1.0);
-        let tokens = to_u64((left / per_token).max(f64::from(ROUND_TOKENS)));
-        let bounded = u32::try_from(tokens).unwrap_or(u32::MAX) / ROUND_TOKENS * ROUND_TOKENS;
-        (bounded < self.model.context).then_some(bounded)
+        u32::try_from(to_u64((left / per_token).max(0.0))).unwrap_or(u32::MAX)
     }
 
     /// All arguments after `vllm serve`, with the checkpoint at `/model`.
@@ -235,11 +253,22 @@ impl VllmFleet<'_> {
                 ));
             }
         }
-        self.fault_of_images()
+        self.fault_of_parts()
     }
 
-    fn fault_of_images(&self) -> Result<(), String> {
-        self.pools.iter().try_for_each(|pool| image(self.parts[pool.part].part.vendor).map(drop))
+    /// What keeps vLLM from its parts: no image, or too little memory.
+    fn fault_of_parts(&self) -> Result<(), String> {
+        for pool in self.pools {
+            let part = &self.parts[pool.part].part;
+            image(part.vendor)?;
+            if self.kv_tokens(pool, MEMORY_SHARE_TIGHT) < ROUND_TOKENS {
+                return Err(format!(
+                    "beside weights and {WORKSPACE_GB} GB of workspace, vLLM has no room for KV on {}: plan with larger parts or --dtype",
+                    part.id
+                ));
+            }
+        }
+        Ok(())
     }
 
     /// All instances on one machine, and the gateway before them.

@@ -106,7 +106,7 @@ impl VllmFleet<'_> {
     /// What starts it behind a gateway of Kubernetes.
     pub(in crate::plan::deploy) fn llmd_files(&self) -> Vec<StartFile> {
         vec![
-            ("engines.yaml", self.fault_of_images().and_then(|()| self.deployments())),
+            ("engines.yaml", self.fault_of_parts().and_then(|()| self.deployments())),
             ("pool.yaml", Ok(POOL.into())),
             ("rbac.yaml", Ok(RBAC.into())),
             ("picker.yaml", self.picker()),
