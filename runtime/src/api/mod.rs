@@ -169,7 +169,7 @@ pub struct ServedModel {
     pub eos_ids: Arc<[u32]>,
     /// Sampling parameters where the request gives none; the seed is not used.
     pub defaults: Sampling,
-    /// Maximum number of tokens of an answer where the request gives none; none means all that the context leaves.
+    /// Maximum number of tokens of an answer where the request gives none; none: what the context leaves.
     pub answer_tokens: Option<u32>,
     /// Storage in which external engines read and write KV, if they may.
     pub exchange: Option<Arc<KvExchange>>,

@@ -82,8 +82,8 @@ pub(super) fn end_of_answer(directory: &Path) -> Result<Option<u32>> {
     Ok(words.ok().and_then(|words| words.get(&name).copied()))
 }
 
-/// The fields of `tokenizer_config.json`. As in transformers, those of `special_tokens_map.json` take precedence
-/// where the former has no `added_tokens_decoder`.
+/// The fields of `tokenizer_config.json`. As in transformers, those of `special_tokens_map.json` take
+/// precedence where the former has no `added_tokens_decoder`.
 ///
 /// # Errors
 /// When a file cannot be read.
@@ -165,7 +165,7 @@ fn added_before(directory: &Path, specials: &[AddedToken]) -> Result<Vec<(u32, A
 /// `tokenizer_config.json`: those of `added_tokens_decoder`, and those that are named as special.
 ///
 /// # Errors
-/// The error names a token that would have another id than the file says, and a setting that is not supported.
+/// The error names a token that would have another id than the file says, or an unsupported setting.
 pub(super) fn add_tokens(directory: &Path, inner: &mut tokenizers::Tokenizer) -> Result<()> {
     const SPLIT: &str = "split_special_tokens";
     let file = directory.join(FILE);

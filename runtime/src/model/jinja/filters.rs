@@ -223,18 +223,18 @@ fn group_by(value: &Value, given: Given) -> Result<Value> {
             None => groups.push((key, vec![item])),
         }
     }
-    let group = |(key, list)| Value::from_object(GroupOfItems { key, list: Value::from(list) });
+    let group = |(key, list)| Value::from_object(GroupedItems { key, list: Value::from(list) });
     Ok(groups.into_iter().map(group).collect())
 }
 
 /// A pair of a key and the list of its items, which also have names.
 #[derive(Debug)]
-struct GroupOfItems {
+struct GroupedItems {
     key: Value,
     list: Value,
 }
 
-impl Object for GroupOfItems {
+impl Object for GroupedItems {
     fn repr(self: &Arc<Self>) -> ObjectRepr {
         ObjectRepr::Seq
     }

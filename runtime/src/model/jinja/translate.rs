@@ -241,8 +241,8 @@ impl<'a> LexemeCursor<'a> {
         Ok(format!("with {}", values.join(", ")))
     }
 
-    /// The parameters of a macro or call block. Defaults that name earlier ones, which minijinja does not know
-    /// there, are set in the body.
+    /// The parameters of a macro or call block. Defaults that name earlier ones, which minijinja does not
+    /// know there, are set in the body.
     fn parameters(&mut self) -> Translation {
         self.expect("(")?;
         let (mut parameters, mut names, mut set) = (Vec::new(), Vec::new(), String::new());
