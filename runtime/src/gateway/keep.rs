@@ -61,8 +61,8 @@ pub(super) async fn first_name(
     }
 }
 
-/// Begins to monitor all engines. Engines that answer now are up when it returns, but for those that take long
-/// to be measured while another one is up.
+/// Begins to monitor all engines. Engines that answer now are up when it returns, but for those that take
+/// long to be measured while another one is up.
 pub(super) async fn first_looks(gateway: &Arc<Gateway>) {
     let (tell, mut looked) = tokio::sync::mpsc::unbounded_channel();
     for at in 0..gateway.members.len() {
