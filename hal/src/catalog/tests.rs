@@ -98,5 +98,41 @@ fn every_published_share_belongs_to_a_part_and_is_a_share() {
         let shares = [reached.attention_decode, reached.gemm, reached.gemm_few_rows];
         assert!(shares.iter().all(|share| (0.3..=1.0).contains(share)), "{}", part.id);
     }
-    assert_eq!(parts().iter().filter(|part| part.reached().is_some()).count(), 8);
+    assert_eq!(parts().iter().filter(|part| part.reached().is_some()).count(), 11);
+}
+
+fn few_rows(dtype: DType) -> OpSig {
+    let out = DType::Bf16;
+    OpSig::Gemm { m: 8, n: 8192, k: 8192, x: dtype, weight: dtype, out, bias: false, accumulate: false }
+}
+
+#[test]
+fn few_sms_stream_less_than_their_memory_allows() {
+    let rate = |id: &str| {
+        let sig = few_rows(DType::Bf16);
+        sig.bytes() / part(id).unwrap().best_profile().time(&sig).0
+    };
+    let per_sm = rate("H20-96GB") / 78.0;
+    assert!((15e9..25.4e9).contains(&per_sm), "{per_sm}");
+    assert!(rate("H20-96GB") < 0.6 * rate("H200-SXM-141GB"));
+}
+
+#[test]
+fn the_b300_decodes_no_slower_than_the_b200() {
+    let time = |id: &str, sig: &OpSig| part(id).unwrap().best_profile().time(sig).0;
+    for sig in [few_rows(DType::Bf16), few_rows(DType::F8E4m3), decode_of_48()] {
+        let (b300, b200) = (time("B300-SXM", &sig), time("B200-SXM", &sig));
+        assert!(b300 <= 1.02 * b200, "{sig:?}: {b300} against {b200}");
+    }
+}
+
+#[test]
+fn parts_without_kernel_times_reach_half_and_say_how_far_that_is_off() {
+    for part in parts().iter().filter(|part| part.reached_profile().is_none()) {
+        let (best, sheet) = (part.best_profile(), part.profile());
+        let share = if part.kind == PartKind::Cpu { 1.0 } else { 0.5 };
+        assert_eq!(best.bandwidth.0, share * sheet.bandwidth.0, "{}", part.id);
+        let stated = best.provenance.evidence.iter().all(|kind| kind.error >= Some(0.4));
+        assert!(stated && (best.provenance.evidence.is_empty() == (share == 1.0)), "{}", part.id);
+    }
 }
