@@ -9,9 +9,9 @@ use mixfleet_hal::profile::{DeviceProfile, Evidence};
 
 /// Likely error of layers with experts, whose kernels no law is of: four in five published runs lie within it
 /// (docs/results/truth.md).
-const MIXTURE_ERROR: f64 = 0.25;
-/// Likely error of weights in formats without laws.
-const FORMAT_ERROR: f64 = 0.25;
+const MIXTURE_ERROR: f64 = 0.20;
+/// Likely error of weights in formats without tables.
+const FORMAT_ERROR: f64 = 0.15;
 
 /// The name of this project's engine.
 pub const OURS: &str = "mixfleet";

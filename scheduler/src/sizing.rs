@@ -23,6 +23,10 @@ const _: () = assert!(CHUNK_MAX <= EXPANDED_TOKENS);
 const RESERVE: f64 = 0.1;
 /// The share that weights and KV may fill, as in the defaults of serving engines.
 pub const MEMORY_SHARE: f64 = 1.0 - RESERVE;
+/// Bytes in a catalog's GB of memory, since chips come in powers of two.
+const BYTES_PER_GB: f64 = 1_073_741_824.0;
+/// Memory that an external engine's largest step, its recorded graphs and the driver take.
+const EXTERNAL_BYTES: f64 = 1.5e9;
 /// The share of the host's free memory that KV takes.
 const HOST_SHARE: f64 = 0.25;
 /// Length of a sequence for which there should be room, in tokens.
@@ -33,6 +37,15 @@ const SEQUENCES_MAX: u32 = 256;
 const HOST_SEQUENCES_MAX: u32 = 64;
 /// KV memory holds at most this many whole contexts per sequence: more finds no use.
 const CONTEXTS_PER_SEQUENCE: u64 = 4;
+
+/// The bytes that weights and KV may fill of a device with `memory`, as the catalog states it. External engines
+/// fill their share of all of it, less what else they allocate.
+pub fn usable_bytes(memory: Bytes, is_external: bool) -> f64 {
+    match is_external {
+        true => (memory.0 * (BYTES_PER_GB / 1e9) * MEMORY_SHARE - EXTERNAL_BYTES).max(0.0),
+        false => memory.0 * MEMORY_SHARE,
+    }
+}
 
 /// What an instance can use of its device.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -174,6 +187,13 @@ mod tests {
             4.0 * 256.0 * 100.0 * 131_072.0,
             "four contexts a sequence, of 128 KiB a token"
         );
+    }
+
+    #[test]
+    fn external_engines_fill_gib_less_what_they_allocate() {
+        let bytes = |is_external| usable_bytes(Bytes(80e9), is_external);
+        assert_eq!((bytes(false), bytes(true)), (72e9, 80.0 * 1_073_741_824.0 * MEMORY_SHARE - 1.5e9));
+        assert_eq!(usable_bytes(Bytes(1e9), true), 0.0);
     }
 
     #[test]

@@ -108,6 +108,12 @@ pub struct Interconnect {
 /// the bus to the host's memory and back.
 const THROUGH_HOST: f64 = 0.5;
 
+/// Share of NCCL's time that a sum of few bytes takes where each device reads the others' parts at once: one
+/// exchange in place of NCCL's two, a reduction and a broadcast.
+const ONE_SHOT: f64 = 0.5;
+/// Largest message that engines sum so: vLLM's limit for eight devices.
+const ONE_SHOT_BYTES: f64 = 262_144.0;
+
 impl Interconnect {
     const fn new(fabric: Fabric, gb_per_s: f64) -> Self {
         Interconnect { fabric, gb_per_s, latency: Seconds::ZERO }
@@ -181,14 +187,18 @@ impl AllReduce {
     /// Time of the all-reduces in a step of `rows`: the partial sums of all rows after attention and after
     /// the MLP of each layer. Sums of 8-bit products are sent in 16 bits. Where devices have whole experts,
     /// every row goes to its experts' devices and back instead, once for each layer with experts.
-    pub fn of_step(&self, shape: &ModelShape, rows: u32) -> Seconds {
+    /// With `one_shot`, few bytes over NVLink take [`ONE_SHOT`] of NCCL's time.
+    pub fn of_step(&self, shape: &ModelShape, rows: u32, one_shot: bool) -> Seconds {
         if shape.spread() > 1 {
             let [_, mixed] = shape.mlp_layers();
             return self.exchange(shape.exchanged_bytes(rows)) * (2.0 * f64::from(mixed));
         }
         let elements = u64::from(rows) * u64::from(shape.hidden);
         let bytes = elements * shape.activation.size_bytes().max(2);
-        self.time(Bytes(bytes as f64)) * (2.0 * f64::from(shape.layers()))
+        let bytes = Bytes(bytes as f64);
+        let is_link = matches!(self.fabric, Fabric::NvLink3 | Fabric::NvLink4);
+        let share = if one_shot && is_link && bytes.0 <= ONE_SHOT_BYTES { ONE_SHOT } else { 1.0 };
+        self.time(bytes) * (2.0 * share * f64::from(shape.layers()))
     }
 
     /// Time of an all-to-all in which each device sends `bytes` to the others: that of the all-reduce in
@@ -247,6 +257,18 @@ mod tests {
         let of_70b = |id, tokens: f64| 160.0 * us(id, 4, tokens * 8192.0 * 2.0) * 1e-6;
         assert!((of_70b("L40S", 2048.0) - 1.6).abs() < 0.05);
         assert!((of_70b("H100-SXM-80GB", 64.0) - 2.9e-3).abs() < 1e-4);
+    }
+
+    #[test]
+    fn one_shot_sums_of_few_bytes_over_nvlink_take_half() {
+        let shape = crate::models::find("llama-3.1-70b").unwrap().shape(mixfleet_hal::DType::Bf16);
+        let ratio = |id, rows| {
+            let of = |one_shot| among(id, 8).of_step(&shape, rows, one_shot).0;
+            of(true) / of(false)
+        };
+        // 16 KiB a row
+        assert_eq!((ratio("H100-SXM-80GB", 16), ratio("H100-SXM-80GB", 17)), (0.5, 1.0));
+        assert_eq!(ratio("L40S", 1), 1.0);
     }
 
     #[test]

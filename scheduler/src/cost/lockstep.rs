@@ -102,7 +102,7 @@ impl LockstepCost {
         let lists = first.profile.launch * f64::from(first.shape.layers() + 1);
         let prompts = attending_to.prompts_with_weights;
         let tables = Arc::new(first.clone()).tables_of(by, MemberWork::Products, prompts);
-        Arc::new(tables.beginning_after(lists))
+        Arc::new(tables.beginning_after(lists + Seconds(first.engine.per_step_s)))
     }
 
     /// The cost of steps of a model that is divided so: on devices with the weights, with their cost as if

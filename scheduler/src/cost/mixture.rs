@@ -114,7 +114,7 @@ mod tests {
         let shape = find("qwen3-30b-a3b").unwrap().shape(DType::Bf16);
         let whole = shape.with_experts_by_member(0.0).unwrap();
         let among = AllReduce::of(part("H100-SXM-80GB").unwrap(), 4).unwrap();
-        assert_eq!(among.of_step(&whole, 100), among.of_step(&shape, 100));
+        assert_eq!(among.of_step(&whole, 100, false), among.of_step(&shape, 100, false));
         assert_eq!((whole.check_split(8), whole.kv_copies(8)), (Ok(()), shape.kv_copies(8)));
         assert!(whole.check_split(3).is_err());
         let arithmetic = |shape: &ModelShape, rows: u32| {
@@ -244,7 +244,7 @@ mod tests {
         assert_eq!(shape.exchanged_bytes(800), 100.0 * peers * 7168.0 * 2.0);
         assert_eq!(shape.split(8), shape);
         assert!(shape.check_split(7).unwrap_err().contains("256 experts"));
-        let sums = AllReduce::of(part("H200-SXM-141GB").unwrap(), 8).unwrap().of_step(&shape, 800);
+        let sums = AllReduce::of(part("H200-SXM-141GB").unwrap(), 8).unwrap().of_step(&shape, 800, false);
         assert!(sums > Seconds::ZERO);
     }
 

@@ -2,7 +2,7 @@
 
 use super::counted::LayerWork;
 use super::mixture::{share, share_keys};
-use super::stored::stored_time;
+use super::stored::{StoredKernels, stored_time};
 use super::tables::{Grid, StepParts, StepTables};
 use super::{AllReduce, EngineCost, MemberWork, ModelShape, OpCounts, Prefill, knots};
 use mixfleet_hal::OpSig;
@@ -46,10 +46,15 @@ impl ProfileCost {
         let shape = self.own_shape();
         let rows = parts.iter().map(|part| part.tokens).sum::<u32>() + batch;
         let drawn = to_u32(parts.iter().filter(|part| part.last).count()) + batch;
-        self.profile.launch
+        self.per_step()
             + self.dense_s(&shape, rows, MemberWork::All, &each)
             + self.head_s(&shape, drawn, rows, &each)
             + self.attention_s(&shape, parts, batch, kv_tokens, &each)
+    }
+
+    /// What a step takes before its kernels.
+    fn per_step(&self) -> Seconds {
+        self.profile.launch + Seconds(self.engine.per_step_s)
     }
 
     /// What an operation takes in a step beyond its kernel.
@@ -82,7 +87,8 @@ impl ProfileCost {
         each: &impl Fn(&OpSig) -> Seconds,
     ) -> Seconds {
         let spread = shape.spread();
-        sum(&shape.head_ops(share(drawn, spread), share(rows, spread)), each)
+        let host = Seconds(self.engine.per_sequence_s * f64::from(drawn));
+        sum(&shape.head_ops(share(drawn, spread), share(rows, spread)), each) + host
     }
 
     fn attention_s(
@@ -111,7 +117,12 @@ impl ProfileCost {
     }
 
     fn work_s(&self, work: &LayerWork, each: &impl Fn(&OpSig) -> Seconds) -> Seconds {
-        let stored = |sig: &OpSig| stored_time(&self.profile, self.shape.format, sig, each);
+        let kernels = match (self.engine.external, self.shape.experts) {
+            (false, _) => StoredKernels::AsPlain,
+            (true, None) => StoredKernels::OfDense,
+            (true, Some(_)) => StoredKernels::OfMixture,
+        };
+        let stored = |sig: &OpSig| stored_time(&self.profile, self.shape.format, sig, kernels, each);
         sum(&work.plain, each) + sum(&work.stored, stored)
     }
 
@@ -121,7 +132,8 @@ impl ProfileCost {
     }
 
     fn all_reduces(&self, rows: u32) -> Seconds {
-        self.all_reduce.map_or(Seconds::ZERO, |all_reduce| all_reduce.of_step(&self.shape, rows))
+        self.all_reduce
+            .map_or(Seconds::ZERO, |all_reduce| all_reduce.of_step(&self.shape, rows, self.engine.external))
     }
 
     /// The model's times as tables; see [`super::CostModel::compiled`]. Times of attention are computed on
@@ -160,7 +172,7 @@ impl ProfileCost {
         let contexts = knots::geometric(CONTEXT_MAX, 4);
         let with_none: Vec<u32> = std::iter::once(0).chain(contexts.iter().copied()).collect();
         StepTables::of(StepParts {
-            overhead_s: self.profile.launch.0,
+            overhead_s: self.per_step().0,
             dense: knots::adaptive(chunk_tokens.max(SEQUENCES_MAX), dense),
             head: match work {
                 MemberWork::Attention => Grid::zero(1),

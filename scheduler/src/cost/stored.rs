@@ -1,21 +1,42 @@
 //! The time of a matrix product whose weights are quantised.
 //!
 //! A device that multiplies in the format runs it at that rate; any other converts the weights as it reads
-//! them and multiplies in the dtype of the activations, at no modelled cost. Kernel times of most formats are
-//! unknown, so the efficiency is that of a plain product with as many bytes of weights: `time = T(plain, n
-//! bits / bits of the plain dtype) * roofline / roofline of the plain one`. Products in fp8 are predicted as
-//! such, since there are tables of them.
+//! them and multiplies in the dtype of the activations. Kernel times of most formats are unknown, so the
+//! efficiency is that of a plain product with as many bytes of weights: `time = T(plain, n bits / bits of the
+//! plain dtype) * roofline / roofline of the plain one`, with lower shares of the rates for external engines'
+//! products in 4 bits. Products in fp8 are predicted as such, since there are tables of them.
 
 use mixfleet_hal::cast::to_u32;
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_hal::units::{Bytes, Flop, FlopPerSecond, Seconds};
 use mixfleet_hal::{DType, OpSig, WeightFormat};
 
+/// The kernels of products in formats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum StoredKernels {
+    /// As efficient as plain ones of as many bytes.
+    AsPlain,
+    /// Those of external engines, in a dense model.
+    OfDense,
+    /// The same in a mixture of experts.
+    OfMixture,
+}
+
+/// Share of a plain product's rates that one of 4-bit weights reaches which converts them as it reads them:
+/// chosen on published runs of mixtures in int4 and mxfp4 (docs/results/truth.md).
+const CONVERTED: f64 = 0.8;
+/// The shares, of bandwidth and of arithmetic, of one that the device multiplies in 4 bits: nvfp4 against bf16
+/// on the GB200 (`roofline-efficiency.csv`: 0.67 of 0.87, 0.54 of 0.80).
+const MULTIPLIED: [f64; 2] = [0.77, 0.68];
+/// Time to quantise its rows to 4 bits: that of the shortest kernel in published tables.
+const QUANTISE_ROWS: Seconds = Seconds(6e-6);
+
 /// The time of `sig` with its weights in `format`, by `time`, which predicts plain operations on `profile`.
 pub(super) fn stored_time(
     profile: &DeviceProfile,
     format: Option<WeightFormat>,
     sig: &OpSig,
+    kernels: StoredKernels,
     time: impl Fn(&OpSig) -> Seconds,
 ) -> Seconds {
     // products by experts were measured in plain dtypes at most
@@ -35,10 +56,18 @@ pub(super) fn stored_time(
     let saved = f64::from(n) * f64::from(k) * weight.size_bytes() as f64 * (1.0 - share);
     // some parts multiply integers more slowly than they do bf16
     let own = profile.formats.iter().filter(|(known, _)| *known == format).map(|(_, rate)| rate.0);
-    let arithmetic = own.chain(rate(x).map(|rate| rate.0)).reduce(f64::max).unwrap_or(f64::INFINITY);
-    let computing = Flop(sig.flops()) / FlopPerSecond(arithmetic);
-    let roofline = computing.max(Bytes((sig.bytes() - saved).max(0.0)) / profile.bandwidth);
-    time(&plain) * (roofline / profile.roofline(&plain))
+    let own = own.reduce(f64::max);
+    let arithmetic =
+        own.into_iter().chain(rate(x).map(|rate| rate.0)).reduce(f64::max).unwrap_or(f64::INFINITY);
+    let is_four = format.bits() < 8.0 && kernels != StoredKernels::AsPlain;
+    let ([stream, compute], quantising) = match (is_four, own, kernels) {
+        (true, None, _) => ([CONVERTED; 2], Seconds::ZERO),
+        (true, Some(_), StoredKernels::OfDense) => (MULTIPLIED, QUANTISE_ROWS),
+        _ => ([1.0; 2], Seconds::ZERO),
+    };
+    let computing = Flop(sig.flops()) / FlopPerSecond(arithmetic * compute);
+    let roofline = computing.max(Bytes((sig.bytes() - saved).max(0.0) / stream) / profile.bandwidth);
+    time(&plain) * (roofline / profile.roofline(&plain)) + quantising
 }
 
 #[cfg(test)]
@@ -55,7 +84,7 @@ mod tests {
     fn ratio(id: &str, format: WeightFormat, rows: u32) -> f64 {
         let profile = part(id).unwrap().profile();
         let time = |sig: &OpSig| profile.time(sig);
-        stored_time(&profile, Some(format), &gemm(rows), time) / time(&gemm(rows))
+        stored_time(&profile, Some(format), &gemm(rows), StoredKernels::AsPlain, time) / time(&gemm(rows))
     }
 
     fn near(got: f64, wanted: f64) {
@@ -91,10 +120,35 @@ mod tests {
     fn kernels_reach_as_much_as_plain_ones_of_as_many_bytes() {
         let profile = part("L40S").unwrap().reached_profile().unwrap();
         let time = |sig: &OpSig| profile.time(sig);
-        let int4 = stored_time(&profile, Some(WeightFormat::Int4), &gemm(1), time);
+        let int4 = stored_time(&profile, Some(WeightFormat::Int4), &gemm(1), StoredKernels::AsPlain, time);
         let OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate } = gemm(1) else { panic!("a product") };
         let n = (f64::from(n) * WeightFormat::Int4.bits() / 16.0).round() as u32;
         near(int4 / time(&OpSig::Gemm { m, n, k, x, weight, out, bias, accumulate }), 1.0);
-        assert_eq!(stored_time(&profile, None, &gemm(1), time), time(&gemm(1)));
+        assert_eq!(stored_time(&profile, None, &gemm(1), StoredKernels::AsPlain, time), time(&gemm(1)));
+    }
+
+    #[test]
+    fn four_bit_products_of_external_engines_reach_less_than_plain_ones() {
+        let time_of = |id: &str, format, rows, kernels| {
+            let profile = part(id).unwrap().profile();
+            stored_time(&profile, Some(format), &gemm(rows), kernels, |sig| profile.time(sig)).0
+        };
+        let slower = |id, format, rows, kernels| {
+            time_of(id, format, rows, kernels) / time_of(id, format, rows, StoredKernels::AsPlain)
+        };
+        // converted in any model, for few rows and for many
+        for kernels in [StoredKernels::OfDense, StoredKernels::OfMixture] {
+            near(slower("H100-SXM-80GB", WeightFormat::Int4, 1, kernels), 1.0 / CONVERTED);
+            near(slower("H100-SXM-80GB", WeightFormat::Mxfp4, 8192, kernels), 1.0 / CONVERTED);
+            near(slower("H100-SXM-80GB", WeightFormat::Int8, 1, kernels), 1.0);
+        }
+        let [few, many] = [1, 8192].map(|rows| {
+            let more =
+                time_of("B200-SXM", WeightFormat::Nvfp4, rows, StoredKernels::OfDense) - QUANTISE_ROWS.0;
+            more / time_of("B200-SXM", WeightFormat::Nvfp4, rows, StoredKernels::AsPlain)
+        });
+        near(few, 1.0 / MULTIPLIED[0]);
+        near(many, 1.0 / MULTIPLIED[1]);
+        near(slower("B200-SXM", WeightFormat::Nvfp4, 1, StoredKernels::OfMixture), 1.0);
     }
 }

@@ -258,3 +258,25 @@ proptest! {
         }}}}
     }
 }
+
+#[test]
+fn external_engines_add_host_time_per_step_and_sequence() {
+    let of = |engine: EngineCost| {
+        let profile = part("H100-SXM-80GB").unwrap().reached_profile().unwrap();
+        let shape = models::find("llama-3.1-8b").unwrap().shape(DType::Bf16);
+        let cost = ProfileCost { profile, shape, chunk_tokens: 512, all_reduce: None, engine };
+        CostModel::Profile(Box::new(cost)).compiled()
+    };
+    let (plain, vllm) = (of(EngineCost::FUSED), of(EngineCost::VLLM));
+    let more = |batch| (vllm.decode_step_s(batch, 4096) - plain.decode_step_s(batch, 4096)).0;
+    let (step, sequence) = (EngineCost::VLLM.per_step_s, EngineCost::VLLM.per_sequence_s);
+    for batch in [1, 16, 64] {
+        let host = step + f64::from(batch) * sequence;
+        assert!((more(batch) / host - 1.0).abs() < 1e-6, "{batch}: {} against {host}", more(batch));
+    }
+    // a chunk that ends no prompt draws nothing
+    let middle = [Prefill { context: 0, tokens: 512, last: false }];
+    let more = (vllm.step_s(&middle, 0, 0) - plain.step_s(&middle, 0, 0)).0;
+    assert!((more / step - 1.0).abs() < 1e-6, "{more}");
+    assert_eq!((EngineCost::OURS.per_step_s, EngineCost::OURS.per_sequence_s), (0.0, 0.0));
+}

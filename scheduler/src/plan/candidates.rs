@@ -21,7 +21,7 @@ use crate::cost::{
 };
 use crate::engines::KnownEngine;
 use crate::models::KnownModel;
-use crate::sizing::MEMORY_SHARE;
+use crate::sizing::usable_bytes;
 use mixfleet_hal::StoredAs;
 use mixfleet_hal::cast::{to_u32, to_u64};
 use mixfleet_hal::catalog::Part;
@@ -128,6 +128,8 @@ pub struct InstanceKind {
     pub sequences_max: u32,
     /// Maximum rows in a step.
     pub step_tokens_max: u32,
+    /// Whether its engine is external; see [`usable_bytes`].
+    pub is_external: bool,
 }
 
 /// What an instance carries.
@@ -171,6 +173,7 @@ impl InstanceKind {
             shape: cost.shape.clone(),
             sequences_max: engine.sequences,
             step_tokens_max: cost.chunk_tokens,
+            is_external: engine.cost.external,
         }
     }
 
@@ -357,7 +360,7 @@ impl InstanceKind {
     }
 
     fn memory(&self, profile: &DeviceProfile, devices: u32) -> f64 {
-        profile.memory.0 * f64::from(devices) * MEMORY_SHARE
+        usable_bytes(profile.memory, self.is_external) * f64::from(devices)
     }
 
     fn too_large(&self, tokens: u32) -> String {

@@ -6,8 +6,9 @@ use super::program::*;
 use crate::cost::{AllReduce, CostModel, ProfileCost};
 use crate::engines;
 use crate::models;
+use crate::sizing::usable_bytes;
 use mixfleet_hal::catalog::part;
-use mixfleet_hal::units::{BytesPerSecond, Seconds, UsdPerHour};
+use mixfleet_hal::units::{Bytes, BytesPerSecond, Seconds, UsdPerHour};
 use mixfleet_hal::{DType, StoredAs};
 
 fn kind(id: &str, devices: u32, model: &str) -> Result<InstanceKind, String> {
@@ -76,9 +77,10 @@ fn decode_takes_the_largest_batch_that_time_and_memory_allow() {
     let tight = h100.carries(Duty::Decode, &CHAT, &level(1.0, 0.010)).unwrap();
     assert!(step(tight.batch).0 <= 0.010 && step(tight.batch + 1).0 > 0.010, "{tight:?}");
     assert_eq!(tight.instances, 256.0 * step(tight.batch).0 / f64::from(tight.batch));
-    // 90 % of 80 GB, less 16.06 GB of weights, hold this many sequences of 128 KiB a token
+    // what vLLM uses of 80 GB, less 16.06 GB of weights, holds this many sequences of 128 KiB a token
     let loose = h100.carries(Duty::Decode, &CHAT, &level(1.0, 1.0)).unwrap();
-    assert_eq!(loose.batch, ((72e9 - h100.weights.0) / (131_072.0 * context as f64)).floor() as u32);
+    let room = usable_bytes(Bytes(80e9), true) - h100.weights.0;
+    assert_eq!(loose.batch, (room / (131_072.0 * context as f64)).floor() as u32);
     assert!(loose.instances < tight.instances);
     assert!(h100.carries(Duty::Decode, &CHAT, &level(1.0, 0.001)).unwrap_err().contains("one sequence"));
 }
@@ -147,7 +149,7 @@ fn attention_apart_makes_room_for_sequences_and_needs_a_network() {
     assert!(of(8, 1e6).unwrap_err().contains("one sequence"));
     // the memory of the attention devices holds a sequence
     let kind = h100.with(&h20, 2, BytesPerSecond(183e9)).unwrap();
-    let tokens = (2.0 * 96e9 * 0.9 / 327_680.0) as u32;
+    let tokens = (2.0 * usable_bytes(Bytes(96e9), true) / 327_680.0) as u32;
     // in whole pages of 16 tokens
     let tokens = tokens - tokens % 16;
     assert!(kind.holds(tokens) && !kind.holds(tokens + 1));

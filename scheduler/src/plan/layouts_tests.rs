@@ -126,8 +126,9 @@ fn prompts_that_a_server_computes_too_late_are_computed_in_stages() {
 /// H100 multiplies in 8 bits, A100 does not: there 8 bits save memory, which prompts alone do not need.
 #[test]
 fn a_dtype_is_chosen_for_each_fleet_and_the_first_that_is_asked_for_where_none_is_cheaper() {
-    for (id, output, wins) in [("H100-SXM-80GB", 400, FP8), ("A100-SXM-80GB", 1, BF16)] {
-        let classes = [class(6000, output, 3.0), class(1000, output, 1.0)];
+    // one B200 holds and serves the model in either
+    for (id, rate, wins) in [("H100-SXM-80GB", 1.0, FP8), ("B200-SXM", 0.01, BF16)] {
+        let classes = [class(6000, 400, 3.0 * rate), class(1000, 400, rate)];
         let of = |stored: &[StoredAs]| ask("llama-3.1-70b", id, stored, &classes);
         let fleets = ranked(of(&[BF16, FP8]));
         let alone = [BF16, FP8].map(|stored| ranked(of(&[stored]))[0].usd_per_hour.0);

@@ -5,6 +5,7 @@ use crate::runs::{Group, Run, mean};
 use mixfleet_hal::catalog::{self, Part};
 use mixfleet_hal::profile::DeviceProfile;
 use mixfleet_scheduler::cost::{AllReduce, CostModel, EngineCost, Prefill, ProfileCost};
+use mixfleet_scheduler::engines::KnownEngine;
 use std::collections::BTreeMap;
 
 /// A run's time between two tokens: what its kernels take, and what multiplies the number of an engine.
@@ -52,9 +53,11 @@ impl Costs {
     }
 
     fn of(&mut self, run: &Run) -> &CostModel {
-        let engine = EngineCost::FUSED;
+        let own = EngineCost { per_expert_layer_s: 0.0, ..run.engine.cost };
+        let engine = if self.at_best { EngineCost::FUSED } else { own };
         let make = || if self.at_best { on(run, part(run).profile(), engine) } else { cost(run, engine) };
-        let key = format!("{} {} {} {} {}", run.model.name, run.part, run.devices, run.stored, run.kv.name());
+        let Run { model, part, engine: KnownEngine { name, .. }, devices, stored, kv, .. } = run;
+        let key = format!("{} {part} {name} {devices} {stored} {}", model.name, kv.name());
         self.made.entry(key).or_insert_with(make)
     }
 }
@@ -90,7 +93,7 @@ fn on(run: &Run, profile: DeviceProfile, engine: EngineCost) -> CostModel {
 
 /// The engine that explains `runs` best, by least squares of the logarithms, every group with the same
 /// weight. Dense models tell nothing about layers of experts.
-pub(crate) fn fit(runs: &[(&Run, &Terms)]) -> EngineCost {
+pub(crate) fn fit(engine: &KnownEngine, runs: &[(&Run, &Terms)]) -> EngineCost {
     let mut sizes: BTreeMap<Group, f64> = BTreeMap::new();
     runs.iter().for_each(|(run, _)| *sizes.entry(run.group()).or_default() += 1.0);
     let mut per_expert_layer_s = 0.0;
@@ -104,7 +107,7 @@ pub(crate) fn fit(runs: &[(&Run, &Terms)]) -> EngineCost {
         }
         per_expert_layer_s += right / left;
     }
-    EngineCost { per_expert_layer_s: round(per_expert_layer_s.max(0.0), 1e-6), ..EngineCost::FUSED }
+    EngineCost { per_expert_layer_s: round(per_expert_layer_s.max(0.0), 1e-6), ..engine.cost }
 }
 
 fn round(value: f64, to: f64) -> f64 {

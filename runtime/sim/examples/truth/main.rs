@@ -68,16 +68,16 @@ fn truth(check: bool, words: &str) -> Result<bool, String> {
         for (group, members) in groups.into_iter().filter(|(group, _)| group.to_string().contains(words)) {
             let rest: Vec<_> =
                 of.iter().copied().filter(|(run, _)| run.is_usable() && run.part != group.part).collect();
-            report.group(&group, &members, fit::fit(&rest))?;
+            report.group(&group, &members, fit::fit(engine, &rest))?;
         }
         let all: Vec<_> = of.iter().copied().filter(|(run, _)| run.is_usable()).collect();
-        if !all.is_empty() && fit::fit(&all) != engine.cost {
+        if !all.is_empty() && fit::fit(engine, &all) != engine.cost {
             same = false;
             eprintln!(
                 "{} is {:?} in the scheduler; all runs give {:?}",
                 engine.name,
                 engine.cost,
-                fit::fit(&all)
+                fit::fit(engine, &all)
             );
         }
     }
@@ -88,7 +88,9 @@ fn truth(check: bool, words: &str) -> Result<bool, String> {
             let of = terms.iter().filter(|(run, _)| run.engine == figure.engine && run.is_usable());
             let rest: Vec<_> = of.filter(|(run, _)| run.part != figure.part.id).collect();
             let seen = terms.iter().any(|(run, _)| run.part == figure.part.id);
-            seen.then(|| fit::fit(&rest.iter().map(|(run, terms)| (*run, terms)).collect::<Vec<_>>()))
+            seen.then(|| {
+                fit::fit(figure.engine, &rest.iter().map(|(run, terms)| (*run, terms)).collect::<Vec<_>>())
+            })
         })?;
     }
     report.rows.print();

@@ -106,7 +106,7 @@ impl Report {
                 let ms = |s: f64| 1e3 * s;
                 let (ttft, between) = (ms(run.ttft_s), ms(run.tpot_s));
                 eprintln!(
-                    "{group} x{} {:?} {:?} {} clients: {ttft:.0} {between:.2} ms; {:.0} {:.2} ms, {tpot:+.3} {rate:+.3} {}",
+                    "{group} x{} {:?} {:?} {} clients: {ttft:.0} {between:.2} ms; {:.0} {:.2} ms, {tpot:+.3} {rate:+.3} of {stated:.2} {}",
                     run.devices,
                     run.prompt,
                     run.answer,
@@ -152,11 +152,12 @@ impl Report {
                 let off = if what.is_time_of_rate() { 1.0 / ratio } else { ratio } - 1.0;
                 if std::env::var_os("TRUTH_RUNS").is_some() {
                     eprintln!(
-                        "{} {name} {} {} {}: {what:?} {measured:.4} {predicted:.4} {off:+.3}",
+                        "{} {name} {} {} {}: {what:?} {measured:.4} {predicted:.4} {off:+.3} of {:.2}",
                         figure.set,
                         part.id,
                         engine.name,
-                        stored.name()
+                        stored.name(),
+                        got.likely_error.unwrap_or(0.0)
                     );
                 }
                 self.rows.0.push(ComparedFigure {

@@ -8,7 +8,6 @@ use mixfleet_scheduler::cost::{
     Attending, AttnSplit, CostModel, KvCopyCost, LinkCost, LockstepCost, ModelShape, Partition,
 };
 use mixfleet_scheduler::engines::KnownEngine;
-use mixfleet_scheduler::sizing::MEMORY_SHARE;
 use serde::Serialize;
 use std::path::Path;
 use std::sync::Arc;
@@ -159,11 +158,11 @@ impl AttendingHardware {
     }
 
     /// Tokens of KV that fit, and how that was counted.
-    pub(super) fn kv_tokens(&self, model: &Model) -> Result<Option<f64>, Refusal> {
+    pub(super) fn kv_tokens(&self, model: &Model, known: &KnownEngine) -> Result<Option<f64>, Refusal> {
         let (partition, shape) = self.partition(model)?;
-        let of = |memory: f64| memory * f64::from(self.count) * MEMORY_SHARE;
         let bytes = model.kv_bytes_per_token * partition.kv_copies(&shape);
-        Ok(self.hardware.memory().map(|memory| of(memory.0) / bytes))
+        let usable = self.hardware.usable_bytes(known);
+        Ok(usable.map(|usable| usable * f64::from(self.count) / bytes))
     }
 
     /// What copies of KV take of the steps.

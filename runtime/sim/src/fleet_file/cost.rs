@@ -12,6 +12,7 @@ use mixfleet_scheduler::cost::{
     ModelShape, PrefillCoefficients, ProfileCost,
 };
 use mixfleet_scheduler::engines::KnownEngine;
+use mixfleet_scheduler::sizing::usable_bytes;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -190,6 +191,12 @@ impl Hardware {
             Source::Own { device, .. } => Some(device.memory),
             _ => self.part.map(Part::memory_bytes),
         }
+    }
+
+    /// Bytes of one device that weights and KV may fill, if known. Measured memory is not a catalog's.
+    pub(super) fn usable_bytes(&self, engine: &KnownEngine) -> Option<f64> {
+        let is_stated = matches!(&self.source, Source::Device(known) if catalog::is_claim(&known.profile));
+        Some(usable_bytes(self.memory()?, is_stated && engine.cost.external))
     }
 
     /// What copies of KV take from the steps of an instance whose KV is divided over `devices`. Processors
@@ -374,8 +381,8 @@ fn datasheet(part: &'static Part) -> DeviceSource {
             (profile, basis)
         }
         None => (
-            part.profile(),
-            format!("datasheet of {} without kernel efficiency, for which no published data exists", part.id),
+            part.best_profile(),
+            format!("half the datasheet of {}, for which no kernel times were published", part.id),
         ),
     };
     DeviceSource { profile, basis }
@@ -405,7 +412,7 @@ fn of_engine(
         return Err((key, format!("is {devices}; without the model's shape its cost is not known")));
     }
     let sums = all_reduce.zip(model.shape.as_ref());
-    let more_s = |rows| sums.map_or(0.0, |(all_reduce, shape)| all_reduce.of_step(shape, rows).0);
+    let more_s = |rows| sums.map_or(0.0, |(all_reduce, shape)| all_reduce.of_step(shape, rows, true).0);
     let tables = engine.tables(model.layers, chunk_tokens, more_s).map_err(|cause| ("profile", cause))?;
     Ok((CostModel::Tables(Arc::new(tables)), "profile of a serving engine".into()))
 }

@@ -172,7 +172,14 @@ fn pool(
         usd_per_hour,
         price_basis,
         price_stated,
-        cache_tokens: cache_tokens(raw, (hardware, attending), model, kv, engine.max_sequences, place)?,
+        cache_tokens: cache_tokens(
+            raw,
+            (hardware, attending),
+            model,
+            kv,
+            (known, engine.max_sequences),
+            place,
+        )?,
         dram: tier("dram", raw.dram_tokens, raw.dram_bytes, raw.dram_gb_per_s, dram_gb_per_s)?,
         ssd: tier("ssd", raw.ssd_tokens, raw.ssd_bytes, raw.ssd_gb_per_s, SSD_GB_PER_S)?,
         nic_gb_per_s,
@@ -218,18 +225,19 @@ fn cache_tokens(
     (hardware, attending): (&Hardware, Option<&AttendingHardware>),
     model: &Model,
     kv: Kv,
-    sequences: u32,
+    (known, sequences): (&KnownEngine, u32),
     place: &str,
 ) -> Result<u64, FleetFileError> {
     let devices = raw.devices();
     let states = model.shape.as_ref().map_or(0, ModelShape::state_bytes) as f64 * f64::from(sequences);
-    let room = hardware.memory().map(|memory| devices * memory.0 * MEMORY_SHARE - model.weights.0 - states);
+    let usable = hardware.usable_bytes(known);
+    let room = usable.map(|usable| devices * usable - model.weights.0 - states);
     let sizes = |memory_gb: f64| {
-        format!(
-            "{devices} x {memory_gb:.0} GB x {MEMORY_SHARE} for {:.1} GB of weights of {}",
-            model.weights.0 / GB,
-            model.name
-        )
+        let each = match usable {
+            Some(usable) if known.cost.external => format!("{:.1} GB usable of {memory_gb:.0}", usable / GB),
+            _ => format!("{memory_gb:.0} GB x {MEMORY_SHARE}"),
+        };
+        format!("{devices} x {each} for {:.1} GB of weights of {}", model.weights.0 / GB, model.name)
     };
     let memory_gb = hardware.memory().map_or(0.0, |memory| memory.0 / GB);
     if room.is_some_and(|room| room <= 0.0) {
@@ -240,9 +248,9 @@ fn cache_tokens(
     let measured = hardware.engine().and_then(|engine| engine.limits.cache_tokens);
     let copies = model.shape.as_ref().map_or(1.0, |shape| shape.kv_copies(raw.devices_per_instance));
     let counted = match attending {
-        Some(attending) => {
-            attending.kv_tokens(model).map_err(|(key, cause)| wrong(format!("{place}: {key}"), cause))?
-        }
+        Some(attending) => attending
+            .kv_tokens(model, known)
+            .map_err(|(key, cause)| wrong(format!("{place}: {key}"), cause))?,
         None => room.map(|room| room / (model.kv_bytes_per_token * copies)),
     };
     let counted = counted.map(to_u64);
