@@ -261,7 +261,7 @@ impl Part {
     pub fn best_profile(&self) -> DeviceProfile {
         self.reached_profile().unwrap_or_else(|| match self.kind {
             PartKind::Cpu => self.profile(),
-            _ => reached::assumed(self),
+            _ => reached::half_datasheet(self),
         })
     }
 }

@@ -144,7 +144,7 @@ fn by_sm(part: &Part, profile: &DeviceProfile) -> Option<DeviceProfile> {
 }
 
 /// Returns the datasheet at [`UNMEASURED`] of its rates, for a part without kernel times.
-pub(super) fn assumed(part: &Part) -> DeviceProfile {
+pub(super) fn half_datasheet(part: &Part) -> DeviceProfile {
     let mut profile = part.profile();
     profile.bandwidth = BytesPerSecond(profile.bandwidth.0 * UNMEASURED);
     profile.compute.iter_mut().for_each(|(_, rate)| *rate = FlopPerSecond(rate.0 * UNMEASURED));

@@ -101,7 +101,7 @@ fn every_published_share_belongs_to_a_part_and_is_a_share() {
     assert_eq!(parts().iter().filter(|part| part.reached().is_some()).count(), 11);
 }
 
-fn few_rows(dtype: DType) -> OpSig {
+fn product_of_few_rows(dtype: DType) -> OpSig {
     let out = DType::Bf16;
     OpSig::Gemm { m: 8, n: 8192, k: 8192, x: dtype, weight: dtype, out, bias: false, accumulate: false }
 }
@@ -109,7 +109,7 @@ fn few_rows(dtype: DType) -> OpSig {
 #[test]
 fn few_sms_stream_less_than_their_memory_allows() {
     let rate = |id: &str| {
-        let sig = few_rows(DType::Bf16);
+        let sig = product_of_few_rows(DType::Bf16);
         sig.bytes() / part(id).unwrap().best_profile().time(&sig).0
     };
     let per_sm = rate("H20-96GB") / 78.0;
@@ -120,7 +120,7 @@ fn few_sms_stream_less_than_their_memory_allows() {
 #[test]
 fn the_b300_decodes_no_slower_than_the_b200() {
     let time = |id: &str, sig: &OpSig| part(id).unwrap().best_profile().time(sig).0;
-    for sig in [few_rows(DType::Bf16), few_rows(DType::F8E4m3), decode_of_48()] {
+    for sig in [product_of_few_rows(DType::Bf16), product_of_few_rows(DType::F8E4m3), decode_of_48()] {
         let (b300, b200) = (time("B300-SXM", &sig), time("B200-SXM", &sig));
         assert!(b300 <= 1.02 * b200, "{sig:?}: {b300} against {b200}");
     }

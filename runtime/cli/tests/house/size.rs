@@ -15,7 +15,7 @@ const LINES: &[(&str, usize)] = &[
     ("backends/simulated", 2442),
     ("backends/wgpu", 2921),
     ("backends/wire", 6469),
-    ("hal", 6072),
+    ("hal", 6112),
     ("hwtests", 12_550),
     ("runtime", 44_160),
     ("runtime/cli", 17_612),
@@ -24,8 +24,8 @@ const LINES: &[(&str, usize)] = &[
     ("runtime/fuzz", 1195),
     ("runtime/planner", 1236),
     ("runtime/report", 885),
-    ("runtime/sim", 8394),
-    ("scheduler", 16_720),
+    ("runtime/sim", 8405),
+    ("scheduler", 16_783),
 ];
 
 /// One in this many removed lines may grow again before the budget must fall.

@@ -161,7 +161,7 @@ impl AttendingHardware {
     pub(super) fn kv_tokens(&self, model: &Model, known: &KnownEngine) -> Result<Option<f64>, Refusal> {
         let (partition, shape) = self.partition(model)?;
         let bytes = model.kv_bytes_per_token * partition.kv_copies(&shape);
-        let usable = self.hardware.usable_bytes(known);
+        let usable = self.hardware.usable_memory(known);
         Ok(usable.map(|usable| usable * f64::from(self.count) / bytes))
     }
 

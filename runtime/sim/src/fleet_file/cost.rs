@@ -194,7 +194,7 @@ impl Hardware {
     }
 
     /// Bytes of one device that weights and KV may fill, if known. Measured memory is not a catalog's.
-    pub(super) fn usable_bytes(&self, engine: &KnownEngine) -> Option<f64> {
+    pub(super) fn usable_memory(&self, engine: &KnownEngine) -> Option<f64> {
         let is_stated = matches!(&self.source, Source::Device(known) if catalog::is_claim(&known.profile));
         Some(usable_bytes(self.memory()?, is_stated && engine.cost.external))
     }

@@ -230,7 +230,7 @@ fn cache_tokens(
 ) -> Result<u64, FleetFileError> {
     let devices = raw.devices();
     let states = model.shape.as_ref().map_or(0, ModelShape::state_bytes) as f64 * f64::from(sequences);
-    let usable = hardware.usable_bytes(known);
+    let usable = hardware.usable_memory(known);
     let room = usable.map(|usable| devices * usable - model.weights.0 - states);
     let sizes = |memory_gb: f64| {
         let each = match usable {
