@@ -38,8 +38,8 @@ const HOST_SEQUENCES_MAX: u32 = 64;
 /// KV memory holds at most this many whole contexts per sequence: more finds no use.
 const CONTEXTS_PER_SEQUENCE: u64 = 4;
 
-/// The bytes that weights and KV may fill of a device with `memory`, as the catalog states it. External engines
-/// fill their share of all of it, less what else they allocate.
+/// The bytes that weights and KV may fill of a device with `memory`, as the catalog states it. External
+/// engines fill their share of all of it, less what else they allocate.
 pub fn usable_bytes(memory: Bytes, is_external: bool) -> f64 {
     match is_external {
         true => (memory.0 * (BYTES_PER_GB / 1e9) * MEMORY_SHARE - EXTERNAL_BYTES).max(0.0),

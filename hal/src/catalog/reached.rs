@@ -29,9 +29,9 @@ const fn vllm(id: &'static str, attention_decode: f64, gemm: f64, gemm_few_rows:
     MeasuredEfficiency { id, attention_decode, gemm, gemm_few_rows, source: AICONFIGURATOR }
 }
 
-/// A part whose shares were published as the best of all kernels, lowered as those of the H200 are by what its
-/// kernels reach on average: 0.86 of the best rate in large products, and 0.94 in those of few rows. Decode
-/// attention is the B200's.
+/// A part whose shares were published as the best of all kernels. They are lowered as those of the H200 are by
+/// what its kernels reach on average: 0.86 of the best rate in large products, and 0.94 in those of few rows.
+/// Decode attention is the B200's.
 const fn blackwell(id: &'static str, gemm: f64, gemm_few_rows: f64) -> MeasuredEfficiency {
     MeasuredEfficiency {
         id,
@@ -132,8 +132,8 @@ pub(super) fn profile(part: &Part) -> Option<DeviceProfile> {
 
 /// Parts with fewer SMs for their memory than any that kernel times are of, and their SMs.
 const FEW_SMS: &[(&str, f64)] = &[("H20-96GB", 78.0)];
-/// Bandwidth per SM of the H100's datasheet, of which its products of few rows reach 0.8 to 0.87 (`gemm.csv`):
-/// 3350 GB/s over 132 SMs. Lent shares apply to it.
+/// Bandwidth per SM of the H100's datasheet, of which its products of few rows reach 0.8 to 0.87
+/// (`gemm.csv`): 3350 GB/s over 132 SMs. Lent shares apply to it.
 const SM_BYTES_PER_S: f64 = 3350e9 / 132.0;
 
 /// Returns the profile with the bandwidth that the part's SMs get in products, if they bound it.
