@@ -29,9 +29,9 @@ const fn vllm(id: &'static str, attention_decode: f64, gemm: f64, gemm_few_rows:
     MeasuredEfficiency { id, attention_decode, gemm, gemm_few_rows, source: AICONFIGURATOR }
 }
 
-/// A part whose shares were published as the best of all kernels. They are lowered as those of the H200 are by
-/// what its kernels reach on average: 0.86 of the best rate in large products, and 0.94 in those of few rows.
-/// Decode attention is the B200's.
+/// A part whose shares were published as the best of all kernels. They are lowered as those of the H200 are
+/// by what its kernels reach on average: 0.86 of the best rate in large products, and 0.94 in those of few
+/// rows. Decode attention is the B200's.
 const fn blackwell(id: &'static str, gemm: f64, gemm_few_rows: f64) -> MeasuredEfficiency {
     MeasuredEfficiency {
         id,

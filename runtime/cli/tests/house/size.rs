@@ -24,8 +24,8 @@ const LINES: &[(&str, usize)] = &[
     ("runtime/fuzz", 1195),
     ("runtime/planner", 1236),
     ("runtime/report", 885),
-    ("runtime/sim", 8405),
-    ("scheduler", 16_783),
+    ("runtime/sim", 8406),
+    ("scheduler", 16_791),
 ];
 
 /// One in this many removed lines may grow again before the budget must fall.
