@@ -90,6 +90,12 @@ fn parse(file: &str, bytes: &[u8]) -> Result<PriceList> {
     if !has("device_id") || !(has("price_hourly") || has("spot_hourly")) {
         return Err(anyhow!("{file}:1: the header lacks columns; needed are {COLUMNS}"));
     }
+    let is_twice =
+        |name: &&str| columns.0.iter().filter(|column| column.eq_ignore_ascii_case(name)).count() > 1;
+    let read = ["device_id", "price_hourly", "spot_hourly", "gpu_count", "currency", "unit"];
+    if let Some(twice) = read.iter().find(|name| is_twice(name)) {
+        return Err(anyhow!("{file}:1: the header has the column '{twice}' twice"));
+    }
     let mut list = PriceList { file: file.to_owned(), ..PriceList::default() };
     for record in reader.records() {
         if let Some(start) = record.as_ref().map_or_else(csv::Error::position, StringRecord::position)
@@ -159,6 +165,7 @@ impl PriceRow<'_> {
         }
         let date = self.date()?;
         let devices = self.devices()?;
+        self.check_units()?;
         let mut offers = Vec::new();
         for (column, spot) in [("price_hourly", false), ("spot_hourly", true)] {
             let Some(price) = self.price(column)? else { continue };
@@ -214,6 +221,21 @@ impl PriceRow<'_> {
             }
             _ => Err(self.error(column, &format!("'{text}' is not a price; write $/h as in 2.69"))),
         }
+    }
+
+    /// Refuses prices in another currency, or for another time than an hour.
+    fn check_units(&self) -> Result<()> {
+        let known = [
+            ("currency", &["USD", "$", "US$"][..]),
+            ("unit", &["hour", "hourly", "h", "hr", "hrs", "1 hour", "$/h", "USD/h", "USD/hour"]),
+        ];
+        for (column, values) in known {
+            let text = self.text(column);
+            if !text.is_empty() && !values.iter().any(|value| value.eq_ignore_ascii_case(text)) {
+                return Err(self.error(column, &format!("'{text}'; write prices in US dollars per hour")));
+            }
+        }
+        Ok(())
     }
 
     fn date(&self) -> Result<Option<String>> {
@@ -306,6 +328,13 @@ mod tests {
         assert!(error(&format!("{head}L4,1,1,\nL4,1,x,\n")).starts_with("offers.csv:3:"));
         assert!(error("id,price\nL4,1\n").contains("offers.csv:1: the header lacks columns"));
         assert!(error("").contains("the header lacks columns"));
+        let twice = error("device_id,price_hourly,Price_Hourly\nL4,1,2\n");
+        assert!(twice.contains("offers.csv:1: the header has the column 'price_hourly' twice"), "{twice}");
+        for (column, value) in [("currency", "EUR"), ("unit", "month")] {
+            let error = error(&format!("device_id,price_hourly,{column}\nL4,1,{value}\n"));
+            assert!(error.contains(&format!("offers.csv:2: column {column}: '{value}'")), "{error}");
+        }
+        assert!(parse("offers.csv", b"device_id,price_hourly,currency,unit\nL4,1,usd,Hour\n").is_ok());
         let latin = parse("offers.csv", b"device_id,price_hourly\nL4\xe9,1\n").unwrap_err().to_string();
         assert!(latin.contains("offers.csv:2: not UTF-8"), "{latin}");
     }
