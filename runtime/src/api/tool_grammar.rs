@@ -200,18 +200,7 @@ impl CallWriter<'_> {
                     false => with_json(&[&open, &literal(name), &between, &json, &close]),
                 }
             }
-            ToolStyle::KeysAndValues => {
-                let head = [open, literal(&format!("{name}\n"))].join(" ");
-                let end = ValueEnd {
-                    mark: "</arg_value>",
-                    written: [self.mark("</arg_value>"), literal("\n")].join(" "),
-                };
-                let before = |argument: &Argument| {
-                    let key = [self.mark("<arg_key>"), literal(&argument.name), self.mark("</arg_key>")];
-                    [key.join(" "), literal("\n"), self.mark("<arg_value>")].join(" ")
-                };
-                fields(rule, schema, [&head, &close], &before, &plain(&end))
-            }
+            ToolStyle::KeysAndValues => self.keys_and_values(rule, name, schema),
             ToolStyle::FunctionTags { .. } => {
                 let head = [open, literal(&format!("\n<function={name}>\n"))].join(" ");
                 let tail = [literal("</function>\n"), close].join(" ");
@@ -234,6 +223,19 @@ impl CallWriter<'_> {
             ToolStyle::InvokedDsml { .. } => CallWriter::dsml(rule, name, schema),
             ToolStyle::Pythonic { .. } => self.pythonic(rule, name, schema),
         }
+    }
+
+    fn keys_and_values(&self, rule: &str, name: &str, schema: &Value) -> String {
+        let marks = self.style.marks();
+        let (open, close) = (self.mark(marks.open), self.mark(marks.close));
+        let head = [open, literal(&format!("{name}\n"))].join(" ");
+        let written = [self.mark("</arg_value>"), literal("\n")].join(" ");
+        let end = ValueEnd { mark: "</arg_value>", written };
+        let before = |argument: &Argument| {
+            let key = [self.mark("<arg_key>"), literal(&argument.name), self.mark("</arg_key>")];
+            [key.join(" "), literal("\n"), self.mark("<arg_value>")].join(" ")
+        };
+        fields(rule, schema, [&head, &close], &before, &plain(&end))
     }
 
     /// A call that says of each value whether it is a text or JSON.
