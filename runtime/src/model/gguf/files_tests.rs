@@ -233,7 +233,8 @@ fn keys_that_change_answers_are_refused_and_neutral_ones_are_not() {
 
 #[test]
 fn a_file_that_is_no_model_or_damaged_is_refused() {
-    let file = scratch("gguf-refused").join("small.gguf");
+    let folder = scratch("gguf-refused");
+    let file = folder.join("small.gguf");
     let good = Small::llama(&[]).bytes();
     let error_of = |bytes: &[u8]| {
         std::fs::write(&file, bytes).unwrap();
