@@ -157,7 +157,26 @@ fn every_published_share_is_the_collections() {
         assert_eq!(Some(reached.gemm), number(row, "gemm_mfu"), "{id}");
         compared += 1;
     }
+    let best = rows_of_best_kernels();
+    for (id, gemm, few_rows) in best.iter().flatten() {
+        let reached = catalog::part(id).and_then(Part::reached).expect("a part with shares");
+        assert!((reached.gemm - 0.86 * gemm).abs() < 0.006, "{id}: {} of {gemm}", reached.gemm);
+        assert!((reached.gemm_few_rows - 0.94 * few_rows).abs() < 0.006, "{id}");
+        compared += 1;
+    }
     assert_eq!(compared, catalog::parts().iter().filter(|part| part.reached().is_some()).count());
+}
+
+/// Parts of which only the best of all kernels is published, with its shares in bf16: of the rate in large
+/// products, and of the bandwidth in those of few rows.
+fn rows_of_best_kernels() -> Option<Vec<(String, f64, f64)>> {
+    let rows = rows("measured/roofline-efficiency.csv")?;
+    let wanted = ["GB200", "B300-SXM", "GB300"];
+    let of = |row: &Row| wanted.contains(&row["device_id"].as_str()) && row["gemm_dtype"] == "bfloat16";
+    let shares = |row: &Row| {
+        Some((row["device_id"].clone(), number(row, "peak_fraction")?, number(row, "bw_fraction")?))
+    };
+    Some(rows.iter().filter(|row| of(row)).filter_map(shares).collect())
 }
 
 /// The parts that people compare models of this year on: nothing that a prediction needs is missing.

@@ -214,7 +214,7 @@ fn a_request_too_late_for_its_times_to_be_told_apart_is_refused() {
     let read: Result<Vec<Request>, _> = trace.and_then(|trace| trace.collect());
     std::fs::remove_file(&path).unwrap();
     let error = read.unwrap_err().to_string();
-    assert!(error.contains("e301 s after") && error.contains("1e10 s can be distinguished"), "{error}");
+    assert!(error.contains("1e+305 is no date in this unit"), "{error}");
 }
 
 #[test]

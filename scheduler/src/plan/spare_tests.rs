@@ -6,10 +6,15 @@ use super::load::SizeClass;
 use super::market::*;
 use super::offer::OfferedPart;
 use super::program::Duty;
+use crate::cost::EngineCost;
+use crate::engines::KnownEngine;
 use crate::{engines, models};
 use mixfleet_hal::catalog::part;
 use mixfleet_hal::units::{BytesPerSecond, Seconds, UsdPerHour};
 use mixfleet_hal::{DType, StoredAs};
+
+/// An engine whose devices attend for others, without times of a host.
+static LENDING: KnownEngine = KnownEngine { cost: EngineCost::FUSED, ..engines::ATTENDING };
 
 /// Requests of one size for a model on H100 alone.
 fn ask(model: &str, [input_tokens, output_tokens]: [u32; 2], rate: f64, [ttft, tbt]: [f64; 2]) -> MarketAsk {
@@ -18,7 +23,7 @@ fn ask(model: &str, [input_tokens, output_tokens]: [u32; 2], rate: f64, [ttft, t
         model: models::find(model).unwrap(),
         stored: vec![StoredAs::Plain(DType::Bf16)],
         expert_skew: 0.0,
-        engine: &engines::ATTENDING,
+        engine: &LENDING,
         parts: vec![OfferedPart::new(part("H100-SXM-80GB").unwrap(), UsdPerHour(2.69))],
         classes: vec![SizeClass { size, slowest: size, rate }],
         answer_tokens_max: 0,
