@@ -75,25 +75,28 @@ def restarts(setup, program, envoy, chat, check, until):
     check(models["open"] == 200 and models["closed"] >= 500, f"without a body: {models}")
 
 
-def shares(fronts, chat, fast):
-    """The share that the fast server answers of requests that two clients a front have in progress."""
+def shares(fronts, chat, fast, turns=40):
+    """The share that the fast server answers of requests that four clients have in progress."""
     addresses = [address for address in fronts for _ in range(4 // len(fronts))]
     with concurrent.futures.ThreadPoolExecutor(len(addresses)) as pool:
         def client(number, address):
-            answers = [Answered(address, "/v1/chat/completions", chat(f"{number} {turn} " + "x" * 8000, max_tokens=4)) for turn in range(40)]
+            answers = [Answered(address, "/v1/chat/completions", chat(f"{number} {turn} " + "x" * 8000, max_tokens=4)) for turn in range(turns)]
             return [answer.headers["x-served-by"] == fast for answer in answers]
         served = sum(pool.map(client, range(len(addresses)), addresses), [])
     return sum(served) / len(served)
 
 
 def two_pickers(setup, program, envoy, chat, check):
-    servers = [setup.add(Server(token_ms=ms, pace_ms=1)) for ms in (0.01, 0.03)]
+    # prompts of 100 and 300 ms: a picker sees what the other one sent every 200 ms
+    servers = [setup.add(Server(token_ms=ms, pace_ms=1)) for ms in (0.05, 0.15)]
     addresses = [server.address for server in servers]
     pickers = [setup.add(Picker(program, servers)) for _ in range(2)]
     for picker in pickers:
         picker.wait_for("get requests")
     fronts = [setup.add(Envoy(envoy, {"picked": "picker"}, addresses, picker.listen)).fronts["picked"] for picker in pickers]
-    # the first run corrects predictions
-    alone = [shares(fronts[:1], chat, addresses[0]) for _ in range(2)][1]
-    together = [shares(fronts, chat, addresses[0]) for _ in range(2)][1]
+    def learned(of):
+        # a short run corrects predictions
+        return [shares(of, chat, addresses[0], turns) for turns in (10, 40)][1]
+
+    alone, together = learned(fronts[:1]), learned(fronts)
     check(abs(alone - together) < 0.1, f"the fast server gets {alone:.0%} by one picker, {together:.0%} by two at once")
