@@ -17,6 +17,9 @@ KEY = "a key of the page's test"
 
 DEVICES = ["--device", "cpu@0=prefill", "--device", "cpu@1=decode", "--usd-per-hour", "cpu@0=0.05", "--usd-per-hour", "cpu@1=0.02"]
 
+# whether the drawing of the fleet has been made again for the width of the window
+FLEET_FITS = "document.querySelector('#fleet svg').viewBox.baseVal.width <= document.querySelector('#fleet').clientWidth + 1"
+
 # Runs in the page. Drawings without a visible mark inside their view box, and marks outside of it.
 UNMARKED = """
 () => [...document.querySelectorAll('svg')].filter((svg) => svg.getBoundingClientRect().width > 0).flatMap((svg) => {
@@ -179,7 +182,9 @@ def look(playwright, server, port):
     for name, width, scheme in [("light", 1280, "light"), ("dark", 1280, "dark"), ("narrow", 390, "light"), ("narrow-dark", 390, "dark")]:
         page.emulate_media(color_scheme=scheme)
         page.set_viewport_size({"width": width, "height": 1000})
-        page.wait_for_function("document.querySelector('#fleet svg').viewBox.baseVal.width <= document.querySelector('#fleet').clientWidth + 1")
+        end = time.monotonic() + WAIT_S
+        while not page.evaluate(FLEET_FITS) and time.monotonic() < end:
+            page.wait_for_timeout(50)
         page.screenshot(path=PICTURES / f"page-{name}.png", full_page=True)
         check(not overflows(page), f"{name}: nothing is wider than the window")
         faults = page.evaluate(UNMARKED)
