@@ -256,8 +256,8 @@ impl Part {
         Some(DeviceProfile { fingerprint, ..reached::profile(self)? })
     }
 
-    /// Returns what predicts its kernels best: what published kernels reach, or else a processor's datasheet
-    /// in full, and half of any other's.
+    /// Returns what predicts its kernels best: what published kernels reach, or else the datasheet, of a
+    /// processor in full and of other devices at half.
     pub fn best_profile(&self) -> DeviceProfile {
         self.reached_profile().unwrap_or_else(|| match self.kind {
             PartKind::Cpu => self.profile(),

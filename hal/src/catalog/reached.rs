@@ -111,15 +111,11 @@ pub(super) fn profile(part: &Part) -> Option<DeviceProfile> {
     let lenders = lenders_of(part.id);
     let borrowing = Predictor::borrowing(&profile, &lenders);
     let by_sm = by_sm(part, &profile).map(|roof| Predictor::borrowing(&roof, &lenders));
+    let lending = |kind| by_sm.as_ref().filter(|_| kind == LawKind::Gemm).unwrap_or(&borrowing);
     for (kind, dtype) in COVERED {
         let (basis, error, points) = match own(part, &profile, kind, dtype) {
             Some((error, points)) => (Basis::Measured, error, points),
-            None => match borrowed(
-                part,
-                by_sm.as_ref().filter(|_| kind == LawKind::Gemm).unwrap_or(&borrowing),
-                kind,
-                dtype,
-            ) {
+            None => match borrowed(part, lending(kind), kind, dtype) {
                 Some((from, points)) => (Basis::Borrowed { from }, Some(relatives(part.id).1), points),
                 None => (Basis::Datasheet, Some(DATASHEET_ERROR), Vec::new()),
             },
@@ -130,7 +126,7 @@ pub(super) fn profile(part: &Part) -> Option<DeviceProfile> {
     (!profile.points.is_empty()).then_some(profile)
 }
 
-/// Parts with fewer SMs for their memory than any that kernel times are of, and their SMs.
+/// Parts with fewer SMs for their bandwidth than any part with kernel times, and their number of SMs.
 const FEW_SMS: &[(&str, f64)] = &[("H20-96GB", 78.0)];
 /// Bandwidth per SM of the H100's datasheet, of which its products of few rows reach 0.8 to 0.87
 /// (`gemm.csv`): 3350 GB/s over 132 SMs. Lent shares apply to it.

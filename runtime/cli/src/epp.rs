@@ -94,7 +94,8 @@ impl ScalerArgs {
         let (Some(file), Some(address)) = (&self.scale, &self.scaler) else { return Ok(None) };
         let text = mixfleet_hal::files::read_text(file);
         let text = text.with_context(|| format!("--scale: cannot read {}", file.display()))?;
-        let wrong = |why: String| UsageError(format!("--scale {}: {why}", file.display()));
+        let hint = "'mixfleet plan --engine vllm --for llmd --out DIR' writes such a file, scale.yaml";
+        let wrong = |why: String| UsageError(format!("--scale {}: {why}; {hint}", file.display()));
         let scaler = FleetScaler::read(&text).map_err(wrong)?;
         Ok(Some(PlannedScaler { scaler, address: address.clone() }))
     }

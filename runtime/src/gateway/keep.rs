@@ -79,12 +79,12 @@ pub(super) async fn first_looks(gateway: &Arc<Gateway>) {
     }
     drop(tell);
     let is_up = || gateway.members.iter().any(|member| *member.up.borrow());
-    let mut patience = gateway.env.sleep(FIRST_LOOKS);
+    let mut deadline = gateway.env.sleep(FIRST_LOOKS);
     loop {
         tokio::select! {
             biased;
             more = looked.recv() => if more.is_none() { return },
-            () = &mut patience => break,
+            () = &mut deadline => break,
         }
     }
     while !is_up() && looked.recv().await.is_some() {}

@@ -28,7 +28,7 @@ const ARRAYS: [&str; 18] = [
     "v_scale",
     "output_scale",
 ];
-/// Those of them that files without quantised matrices may have.
+/// Of these names, those that stand for scales of KV: files without quantised matrices have them too.
 const OF_KV: [&str; 3] = ["k_scale", "v_scale", "output_scale"];
 /// Such names for the matrices of all experts together.
 const FUSED: [&str; 2] = ["_blocks", "_scales"];

@@ -22,11 +22,11 @@ pub(super) enum StoredKernels {
     OfMixture,
 }
 
-/// Share of a plain product's rates that one of 4-bit weights reaches which converts them as it reads them:
-/// chosen on published runs of mixtures in int4 and mxfp4 (docs/results/truth.md).
+/// Share of a plain product's rates that a product of 4-bit weights reaches where it converts them while
+/// reading: chosen on published runs of mixtures in int4 and mxfp4 (docs/results/truth.md).
 const CONVERTED: f64 = 0.8;
-/// The shares, of bandwidth and of arithmetic, of one that the device multiplies in 4 bits: nvfp4 against
-/// bf16 on the GB200 (`roofline-efficiency.csv`: 0.67 of 0.87, 0.54 of 0.80).
+/// The same of bandwidth and of arithmetic where the device multiplies in 4 bits: nvfp4 against bf16 on the
+/// GB200 (`roofline-efficiency.csv`: 0.67 of 0.87, 0.54 of 0.80).
 const MULTIPLIED: [f64; 2] = [0.77, 0.68];
 /// Time to quantise its rows to 4 bits: that of the shortest kernel in published tables.
 const QUANTISE_ROWS: Seconds = Seconds(6e-6);

@@ -153,8 +153,8 @@ pub(super) fn resolve(
             devices.retain(|device| device.name != *word);
             devices.push(own_device(&own, model)?);
         } else {
-            let part =
-                catalog::named(word).map_err(|why| UsageError(format!("no file is called so, and {why}")))?;
+            let part = catalog::named(word)
+                .map_err(|why| UsageError(format!("there is no file '{word}', and {why}")))?;
             add(&mut devices, part.id, None);
         }
     }

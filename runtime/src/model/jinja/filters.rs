@@ -170,7 +170,7 @@ fn sort(value: &Value, given: Given) -> Result<Value> {
     Ok(keyed.into_iter().map(|(_, item)| item).collect())
 }
 
-/// The first item whose key is `wanted` than those of all others.
+/// The first of the items with the least key, or with the greatest if `wanted` says so.
 fn extreme(value: &Value, given: Given, wanted: Ordering) -> Result<Value> {
     let given = given.into_values();
     let [case, attribute] = bind("min or max", &given, ["case_sensitive", "attribute"])?;
